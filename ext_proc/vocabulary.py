@@ -1,0 +1,105 @@
+"""The words of wavegate as plain data: rank, report, request facts, pick.
+
+Every package may import this module; it imports none of them and never does I/O.
+The meaning of each word is fixed in the README's vocabulary table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One endpoint: one vLLM API server with its local engine."""
+
+    group: str
+    """Name of the group: the ranks that form one data-parallel deployment, one failure domain."""
+    index: int
+    """Data-parallel rank within the group, from 0."""
+    endpoint: str
+    """`ip:port`, spelled exactly as in Envoy's cluster (IPv6 in brackets)."""
+
+    @property
+    def name(self) -> str:
+        """`<group>/<index>`, as clients see it in `x-wavegate-rank`."""
+        return f"{self.group}/{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What a rank said about itself at one moment."""
+
+    taken_at_s: float
+    """Monotonic clock of the gateway when the answer had arrived."""
+    running: int
+    """Requests in the rank's running batch (`vllm:num_requests_running`)."""
+    waiting: int
+    """Requests queued inside the rank (`vllm:num_requests_waiting`)."""
+    kv_cache_usage: float
+    """Share of KV blocks in use, 0 to 1 (`vllm:kv_cache_usage_perc`)."""
+    wave: int | None = None
+    """Wave number; only the embedded engine exposes it."""
+
+
+class CallKind(StrEnum):
+    """Which API a request calls; `OTHER` is balanced by load alone."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+    EMBEDDING = "embedding"
+    RESPONSE = "response"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What the decision needs to know about one request; unreadable parts stay `None`, never guessed."""
+
+    kind: CallKind
+    request_id: str
+    model: str | None = None
+    stream: bool = False
+    prompt_chars: int = 0
+    """Length of all prompt text, in Unicode characters; 0 when it could not be read."""
+    prompt_tokens: int = 0
+    """Length of the prompt in tokens: exact for token-id prompts, else estimated from its characters."""
+    max_tokens: int | None = None
+    """Generation bound the client asked for; `None` when it gave none."""
+    n: int = 1
+    """Completions asked for per prompt."""
+
+
+class RankState(StrEnum):
+    """What the ledger believes about a rank's reports."""
+
+    UNKNOWN = "unknown"
+    """Never yet reported: neither idle nor full."""
+    FRESH = "fresh"
+    STALE = "stale"
+    """Last report too old: neither idle nor full."""
+    DOWN = "down"
+    """Unreachable for several scrapes in a row."""
+
+
+class PickReason(StrEnum):
+    """Why a pick was made the way it was; the label of `wavegate_picks_total`."""
+
+    LEAST_LOADED = "least_loaded"
+    NO_HEALTHY_GROUP = "no_healthy_group"
+    """Every group had a rank that is down: the pick ignored health rather than refuse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The decision for one request."""
+
+    ranks: tuple[Rank, ...]
+    """In order of preference, distinct, never empty; Envoy retries down the list."""
+    reason: PickReason
+
+    @property
+    def first(self) -> Rank:
+        """The rank that holds the reservation."""
+        return self.ranks[0]

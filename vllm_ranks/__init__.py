@@ -1,0 +1,1 @@
+"""The ranks: what they report about themselves (`reports`) and the embedded engine (`engine`)."""

@@ -1,0 +1,1 @@
+"""What the ranks report about themselves, collected over the network and handed on as plain data."""
