@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ext_proc.vocabulary import Rank
 
@@ -31,16 +33,80 @@ def endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def split_endpoint(text: str) -> tuple[str, int]:
+    """Host (an IP address without brackets) and port of `ip:port`; ValueError explains what is wrong."""
+    host, separator, port = text.rpartition(":")
+    if not separator or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
+        raise ValueError(f"{text!r} is not ip:port, e.g. 10.0.0.1:8000")
+    return _ip_address(host.removeprefix("[").removesuffix("]")), int(port)
+
+
 def _ip_address(value: str) -> str:
     try:
         return str(ipaddress.ip_address(value))
     except ValueError:
+        hint = "127.0.0.1" if value == "localhost" else "10.0.0.1"
         raise ValueError(
-            f"{value!r} is not an IP address; Envoy addresses ranks by IP, so write e.g. 127.0.0.1"
+            f"{value!r} is not an IP address; Envoy addresses ranks by IP, so write e.g. {hint}"
         ) from None
 
 
-IpAddress = Annotated[str, Field(examples=[LOOPBACK])]
+def _reachable_ip_address(value: str) -> str:
+    address = ipaddress.ip_address(_ip_address(value))
+    if address.is_unspecified:
+        raise ValueError(
+            f"{value!r} names no machine, so Envoy cannot send to it; write the ranks' own address"
+        )
+    return str(address)
+
+
+def _canonical_endpoint(value: str) -> str:
+    host, port = split_endpoint(value)
+    return endpoint(_reachable_ip_address(host), port)
+
+
+def _listen_address(value: str) -> str:
+    if not value.startswith("unix:"):
+        host, port = split_endpoint(value)
+        return endpoint(host, port)
+    path = value.removeprefix("unix:")
+    if not path.startswith("/"):
+        raise ValueError("write the socket's absolute path, e.g. unix:/run/wavegate/ext_proc.sock")
+    if len(path.encode()) > MAX_UNIX_PATH_BYTES:
+        raise ValueError(f"the socket's path is longer than {MAX_UNIX_PATH_BYTES} bytes, the system's limit")
+    return value
+
+
+def _argument(value: object) -> object:
+    """YAML reads `--port, 8000` as a string and a number; on a command line both are text."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+MAX_UNIX_PATH_BYTES = 107
+"""sun_path of Linux, less the closing zero."""
+
+IpAddress = Annotated[str, AfterValidator(_ip_address), Field(examples=[LOOPBACK])]
+ReachableIpAddress = Annotated[str, AfterValidator(_reachable_ip_address), Field(examples=[LOOPBACK])]
+Endpoint = Annotated[str, AfterValidator(_canonical_endpoint), Field(examples=["10.0.0.1:8000"])]
+ListenAddress = Annotated[str, AfterValidator(_listen_address), Field(examples=[f"{LOOPBACK}:9002"])]
+Argument = Annotated[str, BeforeValidator(_argument)]
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """One TCP address that a process of this deployment listens on."""
+
+    field: str
+    """Key path of the config field that sets the port."""
+    host: str
+    port: int
+    purpose: str
+    """What listens there, for messages."""
+
+    def overlaps(self, other: Listener) -> bool:
+        """Whether the two cannot listen at the same time."""
+        hosts = {self.host, other.host}
+        return self.port == other.port and (len(hosts) == 1 or bool(hosts & {"0.0.0.0", "::"}))
 
 
 class EnvoyHealthCheck(Section):
@@ -76,8 +142,6 @@ class EnvoySection(Section):
     access_log: str = "/dev/stdout"
     """File of the access log; /dev/stdout for a terminal or container."""
 
-    _ip = field_validator("host", "admin_host")(_ip_address)
-
 
 class ReportsSection(Section):
     """How the ranks' own reports are collected."""
@@ -98,28 +162,13 @@ class GatewaySection(Section):
 
     admin_host: IpAddress = LOOPBACK
     admin_port: Port = 9090
-    ext_proc_listen: str = f"{LOOPBACK}:9002"
+    ext_proc_listen: ListenAddress = f"{LOOPBACK}:9002"
     """Where Envoy reaches the ext_proc service: `ip:port` or `unix:/path`."""
     pick_list_length: Annotated[int, Field(ge=1, le=8)] = 3
     """Ranks in a pick: the first, and where Envoy's retries go."""
     drain_timeout_s: Seconds = 30.0
     """On shutdown, how long requests under way may take before they are cut."""
     reports: ReportsSection = ReportsSection()
-
-    _ip = field_validator("admin_host")(_ip_address)
-
-    @field_validator("ext_proc_listen")
-    @classmethod
-    def _listen_address(cls, value: str) -> str:
-        if value.startswith("unix:"):
-            if not value.removeprefix("unix:").startswith("/"):
-                raise ValueError("write the socket's absolute path, e.g. unix:/run/wavegate/ext_proc.sock")
-            return value
-        host, separator, port = value.rpartition(":")
-        if not separator or not port.isdigit() or not 1 <= int(port) <= 65535:
-            raise ValueError("write ip:port, e.g. 127.0.0.1:9002, or unix:/absolute/path")
-        _ip_address(host.strip("[]"))
-        return value
 
 
 class GroupSection(Section):
@@ -137,17 +186,15 @@ class EmbeddedGroup(GroupSection):
     engine: Literal["embedded"]
     model: Annotated[str, Field(min_length=1, max_length=256)] = "wavegate-embedded"
     data_parallel_size: Annotated[int, Field(ge=1, le=1024)] = 1
-    host: IpAddress = LOOPBACK
+    host: ReachableIpAddress = LOOPBACK
     port: Port = 8100
     """Rank i listens on port + i."""
     data_parallel_rpc_port: Port = 29550
     """Handshake port of rank 0; each group needs its own."""
-    args: tuple[str, ...] = ()
+    args: tuple[Argument, ...] = ()
     """More options for every rank, as `wavegate rank --help` lists them."""
-    rank_args: dict[int, tuple[str, ...]] = {}
+    rank_args: dict[int, tuple[Argument, ...]] = {}
     """More options for single ranks, by index."""
-
-    _ip = field_validator("host")(_ip_address)
 
     @model_validator(mode="after")
     def _ports_fit(self) -> EmbeddedGroup:
@@ -173,19 +220,8 @@ class AdoptedGroup(GroupSection):
     """Ranks that somebody else started and supervises, by address."""
 
     engine: Literal["adopted"]
-    endpoints: Annotated[tuple[str, ...], Field(min_length=1, max_length=1024)]
+    endpoints: Annotated[tuple[Endpoint, ...], Field(min_length=1, max_length=1024)]
     """`ip:port` of each rank, in order of data-parallel rank."""
-
-    @field_validator("endpoints")
-    @classmethod
-    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        normalized = []
-        for text in value:
-            host, separator, port = text.rpartition(":")
-            if not separator or not port.isdigit() or not 1 <= int(port) <= 65535:
-                raise ValueError(f"{text!r} is not ip:port, e.g. 10.0.0.1:8000")
-            normalized.append(endpoint(_ip_address(host.strip("[]")), int(port)))
-        return tuple(normalized)
 
     def ranks(self) -> tuple[Rank, ...]:
         """The group's ranks in order of their index."""
@@ -205,25 +241,60 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _no_clashes(self) -> Config:
-        duplicated = [name for name, count in Counter(g.name for g in self.groups).items() if count > 1]
-        if duplicated:
-            raise ValueError(f"groups share the name {duplicated[0]!r}; give each group its own name")
-        endpoints = Counter(rank.endpoint for rank in self.ranks())
-        for address, count in endpoints.items():
-            if count > 1:
-                raise ValueError(f"{count} ranks share the address {address}; give each rank its own port")
-        rpc = Counter(
-            (g.host, g.data_parallel_rpc_port)
-            for g in self.groups
-            if isinstance(g, EmbeddedGroup) and g.data_parallel_size > 1
-        )
-        for (host, port), count in rpc.items():
-            if count > 1:
-                raise ValueError(
-                    f"{count} groups share data_parallel_rpc_port {port} on {host}; give each group its own"
-                )
+        problems = [*self._shared_names(), *self._shared_endpoints(), *self._shared_ports()]
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
+
+    def _shared_names(self) -> Iterator[str]:
+        for name, count in Counter(group.name for group in self.groups).items():
+            if count > 1:
+                yield f"{count} groups share the name {name!r}; give each group its own"
+
+    def _shared_endpoints(self) -> Iterator[str]:
+        adopted = Counter(r.endpoint for g in self.groups if isinstance(g, AdoptedGroup) for r in g.ranks())
+        for address, count in adopted.items():
+            if count > 1:
+                yield f"{count} ranks share the address {address}; give each rank its own"
+
+    def _shared_ports(self) -> Iterator[str]:
+        by_port: dict[int, list[Listener]] = {}
+        named: set[tuple[str, str]] = set()
+        for listener in self.listeners():
+            earlier = by_port.setdefault(listener.port, [])
+            for other in earlier:
+                fields = (other.field, listener.field)
+                if listener.overlaps(other) and fields not in named:
+                    named.add(fields)
+                    yield (
+                        f"{listener.field}: port {listener.port} of {listener.purpose} is also that of "
+                        f"{other.purpose} ({other.field}); choose another for one of them"
+                    )
+            earlier.append(listener)
 
     def ranks(self) -> tuple[Rank, ...]:
         """All ranks of all groups, in the order of the file."""
         return tuple(rank for group in self.groups for rank in group.ranks())
+
+    def listeners(self) -> Iterator[Listener]:
+        """Every TCP address that `wavegate up` makes one of its processes listen on."""
+        envoy, gateway = self.envoy, self.gateway
+        yield Listener("envoy.port", envoy.host, envoy.port, "Envoy")
+        yield Listener("envoy.admin_port", envoy.admin_host, envoy.admin_port, "Envoy's admin interface")
+        yield Listener(
+            "gateway.admin_port", gateway.admin_host, gateway.admin_port, "the gateway's admin API"
+        )
+        if not gateway.ext_proc_listen.startswith("unix:"):
+            host, port = split_endpoint(gateway.ext_proc_listen)
+            yield Listener("gateway.ext_proc_listen", host, port, "the ext_proc service")
+        for position, group in enumerate(self.groups):
+            if not isinstance(group, EmbeddedGroup):
+                continue
+            path = f"groups[{position}]"
+            if group.data_parallel_size > 1:
+                rpc_port = group.data_parallel_rpc_port
+                purpose = f"the handshake of group {group.name}"
+                yield Listener(f"{path}.data_parallel_rpc_port", group.host, rpc_port, purpose)
+            for rank in group.ranks():
+                port = group.port + rank.index
+                yield Listener(f"{path}.port", group.host, port, f"rank {rank.name}")

@@ -1,0 +1,227 @@
+"""Turns pydantic's validation errors into sentences: where, what is wrong, what would be right.
+
+Must never validate anything itself: `config` alone says what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from gateway.config import (
+    GROUP_NAME_PATTERN,
+    AdoptedGroup,
+    Config,
+    EmbeddedGroup,
+    EnvoyHealthCheck,
+    EnvoySection,
+    GatewaySection,
+    ReportsSection,
+    Section,
+)
+
+Keys = tuple[str | int, ...]
+
+_GROUP_ENGINES: Mapping[str, type[Section]] = {
+    get_args(section.model_fields["engine"].annotation)[0]: section
+    for section in (EmbeddedGroup, AdoptedGroup)
+}
+_SECTIONS: Mapping[Keys, type[Section]] = {
+    (): Config,
+    ("envoy",): EnvoySection,
+    ("envoy", "health_check"): EnvoyHealthCheck,
+    ("gateway",): GatewaySection,
+    ("gateway", "reports"): ReportsSection,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a file."""
+
+    path: str
+    """Key path, e.g. `groups[0].port`; empty for the file as a whole."""
+    message: str
+    line: int | None = None
+    keys: Keys = ()
+    """The path as single keys and list positions."""
+
+    def at_line(self, line: int | None) -> Problem:
+        """The same problem with its place in the file."""
+        return replace(self, line=line)
+
+    def __str__(self) -> str:
+        place = f"line {self.line}: " if self.line is not None else ""
+        path = f"{self.path}: " if self.path else ""
+        return f"{place}{path}{self.message}"
+
+
+def explain(error: ValidationError, data: object) -> list[Problem]:
+    """All errors of `error`, which validating `data` raised, in the order of the schema."""
+    details = error.errors(include_url=False)
+    problems: list[Problem] = []
+    for detail in details:
+        # When an item of a list is wrong, pydantic adds that too few valid items are left.
+        if detail["type"] == "too_short" and any(
+            _is_inside(other["loc"], detail["loc"]) for other in details
+        ):
+            continue
+        problems += _problems(detail, data)
+    return problems
+
+
+def _is_inside(loc: Keys, outer: Keys) -> bool:
+    return len(loc) > len(outer) and loc[: len(outer)] == outer
+
+
+def _problems(detail: ErrorDetails, data: object) -> Iterator[Problem]:
+    keys = _without_union_tag(detail["loc"])
+    kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
+    if kind == "value_error":
+        for line in str(context["error"]).splitlines():
+            yield Problem(_path(keys), line, keys=keys)
+        return
+    if kind == "extra_forbidden":
+        message = _unknown_key(keys, data)
+    elif kind == "missing":
+        message = f"is missing{_meaning(keys, data)}"
+    elif kind in {"union_tag_not_found", "union_tag_invalid"}:
+        keys = (*keys, "engine")
+        message = _wrong_engine(value)
+    elif kind in _MESSAGES:
+        message = _MESSAGES[kind](value, context)
+    else:
+        message = f"is {_shown(value)}: {detail['msg']}"
+    if keys and keys[-1] == "[key]":
+        keys = keys[:-1]
+        message = f"is not a rank's index; write a number such as 0, not {_shown(value)}"
+    yield Problem(_path(keys), message, keys=keys)
+
+
+def _without_union_tag(loc: Keys) -> Keys:
+    """pydantic puts the chosen engine between `groups[i]` and the field."""
+    if len(loc) > 2 and loc[0] == "groups" and loc[2] in _GROUP_ENGINES:
+        return (*loc[:2], *loc[3:])
+    return loc
+
+
+def _path(keys: Keys) -> str:
+    text = ""
+    for key in keys:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        else:
+            text += f".{key}" if text else key
+    return text
+
+
+def _section(keys: Keys, data: object) -> type[Section] | None:
+    """The section that the key `keys[-1]` stands in."""
+    parent = keys[:-1]
+    if len(parent) == 2 and parent[0] == "groups":
+        group: Any = data
+        for key in parent:
+            group = group[key]
+        return _GROUP_ENGINES.get(group.get("engine"))
+    return _SECTIONS.get(parent)
+
+
+def _meaning(keys: Keys, data: object) -> str:
+    section = _section(keys, data)
+    field = section.model_fields.get(str(keys[-1])) if section else None
+    return f": {field.description}" if field and field.description else ""
+
+
+def _unknown_key(keys: Keys, data: object) -> str:
+    key, section = str(keys[-1]), _section(keys, data)
+    known = list(section.model_fields) if section else []
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if near:
+        return f"is not a key here; did you mean {near[0]}?"
+    homes = [_path(path) or "the top level" for path, other in _SECTIONS.items() if key in other.model_fields]
+    homes += [
+        f"groups with engine: {engine}" for engine, g in _GROUP_ENGINES.items() if key in g.model_fields
+    ]
+    if homes:
+        return f"is not a key here; it belongs to {' or '.join(homes)}"
+    return f"is not a key here; known are {', '.join(known)}"
+
+
+def _wrong_engine(group: object) -> str:
+    allowed = " or ".join(_GROUP_ENGINES)
+    engine = group.get("engine") if isinstance(group, dict) else None
+    if engine is None:
+        return f"is missing; write {allowed}"
+    near = difflib.get_close_matches(str(engine), _GROUP_ENGINES, n=1)
+    return f"is {_shown(engine)}; " + (f"did you mean {near[0]}?" if near else f"write {allowed}")
+
+
+def _shown(value: object) -> str:
+    """A value as it stood in the file, shortened."""
+    if value is None:
+        return "empty"
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list | tuple):
+        return "a list"
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, str | int | float) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _must(requirement: str) -> Callable[[object, Mapping[str, Any]], str]:
+    """A message from a requirement with placeholders for pydantic's bounds."""
+
+    def message(value: object, context: Mapping[str, Any]) -> str:
+        bounds = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in context.items()}
+        return f"is {_shown(value)}; it must be {requirement.format(**bounds)}"
+
+    return message
+
+
+def _text(value: object, context: Mapping[str, Any]) -> str:
+    if isinstance(value, bool | int | float):
+        written = (
+            f"YAML reads {_shown(value)} here, not text" if isinstance(value, bool) else f"is {_shown(value)}"
+        )
+        return f"{written}; it must be text: put it in quotes"
+    return f"is {_shown(value)}; it must be text"
+
+
+def _pattern(value: object, context: Mapping[str, Any]) -> str:
+    if context["pattern"] == GROUP_NAME_PATTERN:
+        return f"is {_shown(value)}; it must be 1 to 32 of a-z, 0-9 and -, beginning with a letter or digit"
+    return f"is {_shown(value)}; it must match {context['pattern']}"
+
+
+_MESSAGES: Mapping[str, Callable[[object, Mapping[str, Any]], str]] = {
+    "bool_parsing": _must("true or false"),
+    "bool_type": _must("true or false"),
+    "dict_type": _must("a section (indented `key: value` lines)"),
+    "float_parsing": _must("a plain number, without a unit"),
+    "float_type": _must("a plain number"),
+    "greater_than": _must("more than {gt}"),
+    "greater_than_equal": _must("at least {ge}"),
+    "int_from_float": _must("a whole number"),
+    "int_parsing": _must("a plain whole number, without a unit"),
+    "int_type": _must("a whole number"),
+    "less_than": _must("less than {lt}"),
+    "less_than_equal": _must("at most {le}"),
+    "model_attributes_type": _must("a section (indented `key: value` lines)"),
+    "model_type": _must("a section (indented `key: value` lines)"),
+    "path_type": _must("a path in quotes"),
+    "string_pattern_mismatch": _pattern,
+    "string_too_long": _must("at most {max_length} characters long"),
+    "string_too_short": _must("at least {min_length} character long"),
+    "string_type": _text,
+    "too_long": lambda value, context: (
+        f"has {context['actual_length']} items; at most {context['max_length']} fit"
+    ),
+    "too_short": lambda value, context: "is empty; it needs at least one item",
+    "tuple_type": _must("a list (lines beginning with `- `, or [a, b])"),
+}
