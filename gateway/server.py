@@ -1,0 +1,124 @@
+"""The gateway process: builds the object graph from a configuration, serves until told to stop, drains.
+
+The only place where ledger, balancer, scraper, ext_proc server and admin API meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+from aiohttp import web
+
+from ext_proc.balancer import Balancer
+from ext_proc.ledger import Ledger
+from ext_proc.policies import least_loaded
+from ext_proc.service import ExtProcServer
+from ext_proc.vocabulary import Rank, RankReport
+from gateway.admin import admin_app
+from gateway.config import Config, endpoint
+from gateway.telemetry import Telemetry
+from vllm_ranks.reports.scraper import Scraper
+
+log = logging.getLogger(__name__)
+
+
+class _LedgerFeed:
+    """Passes what the scraper hears to the ledger and the metrics."""
+
+    def __init__(self, ledger: Ledger, telemetry: Telemetry) -> None:
+        self._ledger = ledger
+        self._telemetry = telemetry
+
+    def on_report(self, rank: Rank, report: RankReport) -> None:
+        self._ledger.record_report(rank, report)
+        self._telemetry.on_scrape(rank, succeeded=True)
+
+    def on_failed_scrape(self, rank: Rank, _cause: str) -> None:
+        self._ledger.record_failed_scrape(rank)
+        self._telemetry.on_scrape(rank, succeeded=False)
+
+
+class GatewayServer:
+    """One gateway, from start to stop, in whatever event loop runs it."""
+
+    def __init__(self, config: Config) -> None:
+        """Build the gateway of a validated configuration; nothing listens yet."""
+        settings = config.gateway
+        self._config = config
+        self.ledger = Ledger(
+            config.ranks(),
+            stale_after_s=settings.reports.stale_after_s,
+            down_after_failures=settings.reports.down_after_failures,
+        )
+        self._telemetry = Telemetry(self.ledger)
+        self._ext_proc = ExtProcServer(
+            Balancer(self.ledger, least_loaded, pick_list_length=settings.pick_list_length),
+            listen=settings.ext_proc_listen,
+            max_body_bytes=config.envoy.max_body_bytes,
+            on_pick=self._telemetry.on_pick,
+        )
+        self._scraper = Scraper(
+            config.ranks(),
+            _LedgerFeed(self.ledger, self._telemetry),
+            interval_s=settings.reports.interval_s,
+            jitter_ratio=settings.reports.jitter_ratio,
+            timeout_s=settings.reports.timeout_s,
+        )
+        self._is_ready = False
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, then drain.
+
+        Raises:
+            OSError: an address is taken; the message names it.
+        """
+        settings = self._config.gateway
+        admin = web.AppRunner(
+            admin_app(self._config, self.ledger, self._telemetry, lambda: self._is_ready), access_log=None
+        )
+        await admin.setup()
+        try:
+            await web.TCPSite(admin, settings.admin_host, settings.admin_port).start()
+            await self._ext_proc.start()
+            log.info(
+                "ext_proc on %s, admin on %s",
+                settings.ext_proc_listen,
+                endpoint(settings.admin_host, settings.admin_port),
+            )
+            async with asyncio.TaskGroup() as tasks:
+                scraping = tasks.create_task(self._scraper.run())
+                announcing = tasks.create_task(self._announce_when_scraped())
+                await stop.wait()
+                announcing.cancel()
+                await self._drain()
+                scraping.cancel()
+        finally:
+            await self._ext_proc.stop()
+            await admin.cleanup()
+
+    async def _announce_when_scraped(self) -> None:
+        await self._scraper.wait_first_round()
+        await self._set_ready(True)
+        log.info("ready")
+
+    async def _drain(self) -> None:
+        await self._set_ready(False)
+        cut = await self._ext_proc.drain(self._config.gateway.drain_timeout_s)
+        if cut:
+            log.warning("%d requests were still under way at the drain timeout", cut)
+        log.info("drained")
+
+    async def _set_ready(self, ready: bool) -> None:
+        self._is_ready = ready
+        await self._ext_proc.set_ready(ready)
+
+
+async def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT, then drain."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    await GatewayServer(config).serve(stop)

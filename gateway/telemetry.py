@@ -1,0 +1,91 @@
+"""The gateway's own Prometheus metrics: what it picked, what it holds, how old its picture is.
+
+Counts picks as they happen; everything else is read from the ledger when somebody scrapes. Label values come
+from the configuration alone, never from a client.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from ext_proc.ledger import Ledger
+from ext_proc.vocabulary import Pick, Rank, RankState
+
+PICK_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+
+
+class Telemetry:
+    """Owns the registry that `/metrics` exposes."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.registry = CollectorRegistry()
+        self._picks = Counter(
+            "wavegate_picks",
+            "Requests placed, by rank picked first and reason.",
+            ["rank", "reason"],
+            registry=self.registry,
+        )
+        self._pick_seconds = Histogram(
+            "wavegate_pick_seconds",
+            "Time to read a request and decide.",
+            buckets=PICK_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._scrapes = Counter(
+            "wavegate_scrapes",
+            "Scrapes of ranks, by result.",
+            ["rank", "result"],
+            registry=self.registry,
+        )
+        self.registry.register(_LedgerCollector(ledger))
+
+    def on_pick(self, pick: Pick, duration_s: float) -> None:
+        """Count a pick."""
+        self._picks.labels(pick.first.name, pick.reason.value).inc()
+        self._pick_seconds.observe(duration_s)
+
+    def on_scrape(self, rank: Rank, *, succeeded: bool) -> None:
+        """Count a scrape."""
+        self._scrapes.labels(rank.name, "ok" if succeeded else "failed").inc()
+
+
+class _LedgerCollector(Collector):
+    """Gauges computed from the ledger at the moment of a scrape."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        now_s = time.monotonic()
+        reservations = GaugeMetricFamily(
+            "wavegate_reservations", "Requests placed and not yet ended.", labels=["rank"]
+        )
+        report_age = GaugeMetricFamily(
+            "wavegate_report_age_seconds", "Age of the rank's last report.", labels=["rank"]
+        )
+        load = GaugeMetricFamily(
+            "wavegate_expected_load", "Requests the ledger expects on the rank.", labels=["rank"]
+        )
+        healthy = GaugeMetricFamily(
+            "wavegate_group_healthy", "1 if the group is in rotation.", labels=["group"]
+        )
+        states: Tally[RankState] = Tally()
+        for account, expected in zip(self._ledger.accounts, self._ledger.loads(now_s), strict=True):
+            name = [account.rank.name]
+            reservations.add_metric(name, account.reservations)
+            load.add_metric(name, expected)
+            if account.report is not None:
+                report_age.add_metric(name, now_s - account.report.taken_at_s)
+            states[self._ledger.state(account, now_s)] += 1
+        for group in self._ledger.groups:
+            healthy.add_metric([group.name], float(self._ledger.is_healthy(group)))
+        ranks = GaugeMetricFamily("wavegate_ranks", "Ranks by state of their reports.", labels=["state"])
+        for state in RankState:
+            ranks.add_metric([state.value], states[state])
+        yield from (reservations, report_age, load, healthy, ranks)

@@ -1,0 +1,133 @@
+"""Scrapes every rank's `/metrics` at a steady, jittered pace over one kept connection per rank.
+
+Hands each report, or the failure to get one, to its listener. Keeps no picture of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+import aiohttp
+
+from ext_proc.vocabulary import Rank, RankReport
+from vllm_ranks.reports.metrics_text import UnreadableReport, parse_gauges
+
+log = logging.getLogger(__name__)
+
+MAX_PAGE_BYTES = 8 * 1024 * 1024
+"""A page longer than this is refused unread."""
+
+
+class ReportListener(Protocol):
+    """Who wants to know what the ranks say."""
+
+    def on_report(self, rank: Rank, report: RankReport) -> None:
+        """A rank answered."""
+        ...
+
+    def on_failed_scrape(self, rank: Rank, cause: str) -> None:
+        """A rank did not answer, or not with a report."""
+        ...
+
+
+class Scraper:
+    """One task per rank until closed."""
+
+    def __init__(
+        self,
+        ranks: Iterable[Rank],
+        listener: ReportListener,
+        *,
+        interval_s: float,
+        jitter_ratio: float,
+        timeout_s: float,
+    ) -> None:
+        """Scrape each of `ranks` every `interval_s` × (1 ± `jitter_ratio`), waiting at most `timeout_s`."""
+        self._ranks = tuple(ranks)
+        self._listener = listener
+        self._interval_s = interval_s
+        self._jitter_ratio = jitter_ratio
+        self._timeout_s = timeout_s
+        self._tried: set[Rank] = set()
+        self._first_round = asyncio.Event()
+
+    async def wait_first_round(self) -> None:
+        """Return once every rank has been tried."""
+        await self._first_round.wait()
+
+    async def run(self) -> None:
+        """Scrape until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for rank in self._ranks:
+                tasks.create_task(self._follow(rank), name=f"scrape {rank.name}")
+
+    async def _follow(self, rank: Rank) -> None:
+        # One connection kept per rank; `force_close` stays off so that it survives between scrapes.
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=1, keepalive_timeout=60),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as session:
+            previous_complaint: str | None = ""
+            while True:
+                complaint = await self._scrape_once(session, rank)
+                if complaint != previous_complaint:
+                    if complaint is None:
+                        log.info("rank %s at %s reports", rank.name, rank.endpoint)
+                    else:
+                        log.warning("rank %s at %s: %s", rank.name, rank.endpoint, complaint)
+                    previous_complaint = complaint
+                self._tried.add(rank)
+                if len(self._tried) == len(self._ranks):
+                    self._first_round.set()
+                await asyncio.sleep(
+                    self._interval_s * random.uniform(1 - self._jitter_ratio, 1 + self._jitter_ratio)
+                )
+
+    async def _scrape_once(self, session: aiohttp.ClientSession, rank: Rank) -> str | None:
+        """Hand one report to the listener, or why there is none. Returns what an operator should look at."""
+        try:
+            async with session.get(f"http://{rank.endpoint}/metrics", allow_redirects=False) as response:
+                if response.status != 200:
+                    raise UnreadableReport(f"/metrics answered {response.status}")
+                page = await _read_at_most(response, MAX_PAGE_BYTES)
+            gauges = parse_gauges(page.decode("utf-8", "replace"))
+        except UnreadableReport as error:
+            cause = str(error)
+        except TimeoutError:
+            cause = f"no answer within {self._timeout_s:g} s"
+        except aiohttp.ClientConnectorError as error:
+            cause = f"cannot connect: {error.os_error.strerror or error.os_error}"
+        except (aiohttp.ClientError, OSError) as error:
+            cause = f"connection broke: {type(error).__name__}"
+        else:
+            self._listener.on_report(
+                rank,
+                RankReport(
+                    taken_at_s=time.monotonic(),
+                    running=gauges.running,
+                    waiting=gauges.waiting,
+                    kv_cache_usage=gauges.kv_cache_usage,
+                    wave=gauges.wave,
+                ),
+            )
+            if gauges.engines != {str(rank.index)}:
+                named = ", ".join(sorted(gauges.engines)) or "none"
+                return f"reports for engine {named}, not {rank.index}: are the addresses in order of rank?"
+            return None
+        self._listener.on_failed_scrape(rank, cause)
+        return cause
+
+
+async def _read_at_most(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > limit_bytes:
+            raise UnreadableReport(f"/metrics is longer than {limit_bytes} bytes")
+    return bytes(body)
