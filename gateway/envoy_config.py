@@ -1,0 +1,47 @@
+"""Renders Envoy's whole configuration from ours: one ext_proc message per request, pick by metadata.
+
+Must never start Envoy, touch files or read anything but `Config`: the same file always renders the same.
+Facts about Envoy stated in comments here and in `envoy_listener` and `envoy_clusters` were observed on
+Envoy 1.40.0 and are kept true by tests/e2e.
+"""
+
+from __future__ import annotations
+
+import yaml
+
+from gateway.config import Config
+from gateway.envoy_clusters import ext_proc_cluster, ranks_cluster
+from gateway.envoy_listener import openai_listener
+from gateway.envoy_types import Json, ip_address, typed
+
+MAX_CONNECTIONS_MONITOR = "envoy.resource_monitors.global_downstream_max_connections"
+
+
+def render(config: Config) -> dict[str, Json]:
+    """Envoy's bootstrap configuration as plain data, ready for JSON or YAML."""
+    envoy = config.envoy
+    return {
+        "node": {"id": "wavegate", "cluster": "wavegate"},
+        "admin": {"address": ip_address(envoy.admin_host, envoy.admin_port)},
+        "static_resources": {
+            "listeners": [openai_listener(envoy)],
+            "clusters": [ranks_cluster(config), ext_proc_cluster(config)],
+        },
+        # Connections of clients are the one thing the circuit breakers do not bound.
+        "overload_manager": {
+            "resource_monitors": [
+                {
+                    "name": MAX_CONNECTIONS_MONITOR,
+                    "typed_config": typed(
+                        "envoy.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
+                        max_active_downstream_connections=envoy.max_concurrent_requests,
+                    ),
+                }
+            ]
+        },
+    }
+
+
+def to_yaml(rendered: dict[str, Json]) -> str:
+    """The configuration as YAML, in the order it was rendered."""
+    return yaml.safe_dump(rendered, sort_keys=False, allow_unicode=True, width=120)
