@@ -43,7 +43,7 @@ def parse_gauges(text: str) -> EngineGauges:
     Raises:
         UnreadableReport: a gauge is missing or a line is malformed.
     """
-    lines = [line for line in text.splitlines() if line.startswith(_WANTED_LINE_STARTS)]
+    lines = [line for line in text.split("\n") if line.startswith(_WANTED_LINE_STARTS)]
     values: dict[str, list[float]] = {name: [] for name in _WANTED}
     engines = set()
     try:

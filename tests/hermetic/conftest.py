@@ -1,0 +1,101 @@
+"""Fixtures of the hermetic tests: a real ext_proc server and a client that speaks to it as Envoy does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    HttpBody,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+from google.protobuf.struct_pb2 import Struct
+
+from ext_proc.balancer import Balancer
+from ext_proc.service import SERVICE_NAME, ExtProcServer
+from ext_proc.vocabulary import Pick
+
+
+def whole_body(
+    body: bytes, *, path: str = "/v1/chat/completions", request_id: str = "r"
+) -> ProcessingRequest:
+    """The one message of one-message mode: the whole body, and the attributes that go with it."""
+    attributes = Struct()
+    attributes.update({"request.path": path, "request.id": request_id})
+    message = ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=True))
+    message.attributes["envoy.filters.http.ext_proc"].CopyFrom(attributes)
+    return message
+
+
+def chat(content: str = "hello", **fields: Any) -> bytes:
+    """The body of a chat request."""
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], **fields}).encode()
+
+
+class ExtProcClient:
+    """Speaks ext_proc to a server, a stream per request."""
+
+    def __init__(self, target: str) -> None:
+        self.channel = grpc.aio.insecure_channel(
+            target,
+            options=[("grpc.max_send_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)],
+        )
+        self._process = self.channel.stream_stream(
+            f"/{SERVICE_NAME}/Process",
+            request_serializer=ProcessingRequest.SerializeToString,
+            response_deserializer=ProcessingResponse.FromString,
+        )
+
+    def open(self) -> Any:
+        """A new stream, as Envoy opens one per request."""
+        return self._process()
+
+    async def exchange(self, stream: Any, message: ProcessingRequest) -> ProcessingResponse:
+        """Send one message and await its reply."""
+        await stream.write(message)
+        reply: ProcessingResponse = await stream.read()
+        return reply
+
+
+class Served:
+    """A running server, a client of it, and the picks it has made."""
+
+    def __init__(self, server: ExtProcServer, port: int, client: ExtProcClient, picks: list[Pick]) -> None:
+        self.server = server
+        self.port = port
+        self.client = client
+        self.picks = picks
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Served]]
+
+
+@pytest.fixture
+def serve_ext_proc(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """`async with serve_ext_proc(balancer) as served:` runs a real server on a free port or a unix socket."""
+
+    @asynccontextmanager
+    async def serve(
+        balancer: Balancer, *, listen: str = "127.0.0.1:0", max_body_bytes: int = 16 << 20
+    ) -> AsyncIterator[Served]:
+        picks: list[Pick] = []
+        server = ExtProcServer(
+            balancer,
+            listen=listen,
+            max_body_bytes=max_body_bytes,
+            on_pick=lambda pick, _duration_s: picks.append(pick),
+        )
+        port = await server.start()
+        client = ExtProcClient(listen if listen.startswith("unix:") else f"127.0.0.1:{port}")
+        try:
+            yield Served(server, port, client, picks)
+        finally:
+            await client.channel.close()
+            await server.stop()
+
+    return serve

@@ -1,0 +1,129 @@
+"""What is read out of a request, and that nothing a client sends can break the reading."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ext_proc.facts import call_kind, read_facts
+from ext_proc.vocabulary import CallKind, RequestFacts
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+def facts_of(path: str = CHAT, **body: Any) -> RequestFacts:
+    return read_facts(path, json.dumps(body, ensure_ascii=False).encode(), "r")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/chat/completions", CallKind.CHAT),
+        ("/v1/completions", CallKind.COMPLETION),
+        ("/proxy/openai/v1/completions?x=1", CallKind.COMPLETION),
+        ("/v1/completions/", CallKind.COMPLETION),
+        ("/v1/embeddings", CallKind.EMBEDDING),
+        ("/v1/responses", CallKind.RESPONSE),
+        ("/tokenize", CallKind.OTHER),
+        ("", CallKind.OTHER),
+    ],
+)
+def test_the_kind_of_call_is_told_by_the_end_of_the_path(path: str, kind: CallKind) -> None:
+    assert call_kind(path) is kind
+
+
+def test_a_chat_request_is_read() -> None:
+    facts = facts_of(
+        model="m",
+        stream=True,
+        max_completion_tokens=64,
+        n=2,
+        messages=[{"role": "system", "content": "12345678"}, {"role": "user", "content": "abcd"}],
+    )
+    assert facts == RequestFacts(
+        kind=CallKind.CHAT,
+        request_id="r",
+        model="m",
+        stream=True,
+        prompt_chars=12,
+        prompt_tokens=3,
+        max_tokens=64,
+        n=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chars", "tokens"),
+    [
+        ("abcdefgh", 8, 2),
+        (["abcd", "efgh"], 8, 2),
+        ([1, 2, 3], 0, 3),
+        ([[1, 2, 3], [4, 5]], 0, 5),
+        ("日本語の文章", 6, 5),  # 18 bytes of UTF-8
+        ("", 0, 0),
+        ([], 0, 0),
+    ],
+)
+def test_every_form_of_a_prompt_has_a_length(prompt: Any, chars: int, tokens: int) -> None:
+    facts = facts_of(COMPLETIONS, model="m", prompt=prompt)
+    assert (facts.prompt_chars, facts.prompt_tokens) == (chars, tokens)
+
+
+def test_typed_content_parts_count_by_their_text() -> None:
+    parts = [{"type": "text", "text": "abcd"}, {"type": "image_url", "image_url": {"url": "data:,xxxx"}}]
+    assert facts_of(messages=[{"role": "user", "content": parts}]).prompt_chars == 4
+
+
+def test_tool_definitions_count_as_prompt() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with_tools = facts_of(messages=[{"role": "user", "content": "abcd"}], tools=tools)
+    assert with_tools.prompt_chars == 4 + len(json.dumps(tools))
+
+
+def test_max_completion_tokens_wins_over_the_older_name() -> None:
+    assert facts_of(max_tokens=10, max_completion_tokens=20).max_tokens == 20
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": "m"', b'"' + b"[" * 5000, b"[" * 100_000]
+)
+def test_a_body_that_is_not_a_json_object_leaves_everything_absent(body: bytes) -> None:
+    assert read_facts(CHAT, body, "r") == RequestFacts(kind=CallKind.CHAT, request_id="r")
+
+
+def test_one_field_of_a_wrong_type_does_not_hide_the_others() -> None:
+    facts = facts_of(model=7, max_tokens="many", n=-1, stream="yes", messages=[{"content": "abcd"}])
+    assert (facts.model, facts.max_tokens, facts.n, facts.stream) == (None, None, 1, False)
+    assert facts.prompt_tokens == 1
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+_fields = ["model", "messages", "prompt", "stream", "max_tokens", "n", "tools", "input", "content", "text"]
+
+
+@given(st.dictionaries(st.sampled_from(_fields), _json) | _json)
+def test_no_json_value_breaks_the_reading(body: Any) -> None:
+    facts = read_facts(CHAT, json.dumps(body).encode(), "r")
+    assert facts.prompt_tokens >= 0
+    assert facts.n >= 1
+
+
+@given(st.binary())
+def test_no_bytes_break_the_reading(body: bytes) -> None:
+    read_facts(CHAT, body, "r")
+
+
+@given(st.text(min_size=1))
+def test_text_is_never_estimated_at_nothing(prompt: str) -> None:
+    # ASCII escapes keep lone surrogates, which JSON may carry and UTF-8 may not.
+    facts = read_facts(COMPLETIONS, json.dumps({"prompt": prompt}).encode(), "r")
+    assert 1 <= facts.prompt_tokens <= max(1, len(prompt))

@@ -1,0 +1,175 @@
+"""The ledger's promises: reservations are exact, reports only ever add to them, nothing leaks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from ext_proc.ledger import Outcome, Reservation
+from ext_proc.vocabulary import RankState
+from tests.builders import DOWN_AFTER_FAILURES, STALE_AFTER_S, balancer, group, pool, rank, report, request
+
+
+def test_a_reservation_counts_until_it_is_released() -> None:
+    ledger = pool([rank(0)])
+    reservation = ledger.reserve(rank(0), request(), now_s=0.0)
+    assert ledger.loads(0.0) == [1.0]
+    reservation.release(Outcome.ENDED, now_s=1.0)
+    assert ledger.loads(1.0) == [0.0]
+
+
+@pytest.mark.parametrize("second", list(Outcome))
+def test_a_second_release_changes_nothing(second: Outcome) -> None:
+    ledger = pool([rank(0)])
+    kept = ledger.reserve(rank(0), request(), now_s=0.0)
+    ended = ledger.reserve(rank(0), request(), now_s=0.0)
+    ended.release(Outcome.CANCELLED, now_s=1.0)
+    ended.release(second, now_s=2.0)
+    assert ended.outcome is Outcome.CANCELLED
+    assert kept.outcome is None
+    assert ledger.accounts[0].reservations == 1
+
+
+def test_own_requests_in_a_report_are_not_counted_twice() -> None:
+    ledger = pool([rank(0)])
+    for _ in range(3):
+        ledger.reserve(rank(0), request(), now_s=0.0)
+    ledger.record_report(rank(0), report(0.1, running=2, waiting=1))
+    assert ledger.loads(0.1) == [3.0]
+
+
+def test_requests_of_others_in_a_report_add_to_the_load() -> None:
+    ledger = pool([rank(0)])
+    ledger.reserve(rank(0), request(), now_s=0.0)
+    ledger.record_report(rank(0), report(0.1, running=4, waiting=2))
+    assert ledger.loads(0.1) == [6.0]
+
+
+def test_a_request_that_just_ended_is_not_taken_for_somebody_elses() -> None:
+    """Gauges lag by a step: the rank still reports the request whose end the gateway has seen."""
+    ledger = pool([rank(0)])
+    reservation = ledger.reserve(rank(0), request(), now_s=0.0)
+    ledger.record_report(rank(0), report(0.1, running=1))
+    reservation.release(Outcome.ENDED, now_s=0.15)
+    ledger.record_report(rank(0), report(0.2, running=1))
+    assert ledger.loads(0.2) == [0.0]
+
+
+def test_a_report_counts_less_as_it_ages() -> None:
+    ledger = pool([rank(0), rank(1)])
+    ledger.record_report(rank(0), report(0.0, running=8))
+    fresh = ledger.loads(0.0)[0]
+    ledger.record_report(rank(1), report(STALE_AFTER_S / 2, running=0))
+    aged = ledger.loads(STALE_AFTER_S / 2)[0]
+    assert fresh == 8.0
+    assert 0 < aged < fresh
+
+
+def test_a_stale_rank_is_taken_to_be_as_loaded_as_the_others() -> None:
+    stale, busy, idle = rank(0), rank(1), rank(2)
+    ledger = pool([stale, busy, idle])
+    ledger.record_report(busy, report(10.0, running=6))
+    ledger.record_report(idle, report(10.0, running=0))
+    assert ledger.state(ledger.accounts[0], 10.0) is RankState.STALE
+    assert ledger.loads(10.0) == [3.0, 6.0, 0.0]
+
+
+def test_a_rank_never_scraped_is_neither_idle_nor_full() -> None:
+    ledger = pool(group("g0", 3), reported_at_s=None)
+    ledger.record_report(rank(1), report(0.0, running=6))
+    ledger.record_report(rank(2), report(0.0, running=0))
+    assert ledger.state(ledger.accounts[0], 0.0) is RankState.UNKNOWN
+    assert ledger.loads(0.0)[0] == 3.0
+
+
+def test_repeated_failures_take_a_rank_down_and_one_answer_brings_it_back() -> None:
+    ledger = pool([rank(0)])
+    for _ in range(DOWN_AFTER_FAILURES):
+        assert ledger.is_healthy(ledger.groups[0])
+        ledger.record_failed_scrape(rank(0))
+    assert ledger.state(ledger.accounts[0], 0.0) is RankState.DOWN
+    assert not ledger.is_healthy(ledger.groups[0])
+    ledger.record_report(rank(0), report(0.1))
+    assert ledger.is_healthy(ledger.groups[0])
+
+
+def test_what_is_known_of_a_slow_group_fades_so_that_it_gets_another_chance() -> None:
+    ledger = pool([rank(0, group="slow"), rank(0, group="fast")])
+    for one, seconds in ((rank(0, group="slow"), 8.0), (rank(0, group="fast"), 1.0)):
+        ledger.reserve(one, request(), now_s=0.0).release(Outcome.ENDED, now_s=seconds)
+    slow = ledger.groups[0]
+    mean_s = ledger.mean_request_s()
+    assert slow.expected_request_s(mean_s, now_s=8.0) == pytest.approx(8.0)
+    assert slow.expected_request_s(mean_s, now_s=1000.0) == pytest.approx(mean_s)
+
+
+@given(st.lists(st.floats(0.001, 1000.0), min_size=1), st.floats(0, 1e6))
+def test_expected_seconds_stay_within_what_was_observed(durations_s: list[float], later_s: float) -> None:
+    ledger = pool([rank(0)])
+    for duration_s in durations_s:
+        ledger.reserve(rank(0), request(), now_s=0.0).release(Outcome.ENDED, now_s=duration_s)
+    expected_s = ledger.groups[0].expected_request_s(ledger.mean_request_s(), 1000.0 + later_s)
+    assert min(durations_s) * 0.999 <= expected_s <= max(durations_s) * 1.001
+
+
+class LedgerUnderAnyInterleaving(RuleBasedStateMachine):
+    """Picks, ends, cancels, reports and failed scrapes in any order: counts always match what is open."""
+
+    reservations = Bundle("reservations")
+    ended = Bundle("ended")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks = [*group("a", 2), *group("b", 3)]
+        self.ledger = pool(self.ranks, reported_at_s=None)
+        self.balancer = balancer(self.ledger)
+        self.now_s = 0.0
+        self.open: list[Reservation] = []
+        self.taken = 0
+
+    @rule(elapsed_s=st.floats(0, 5))
+    def time_passes(self, elapsed_s: float) -> None:
+        self.now_s += elapsed_s
+
+    @rule(target=reservations)
+    def pick(self) -> Reservation:
+        pick, reservation = self.balancer.pick_and_reserve(request(), self.now_s)
+        assert reservation.rank == pick.first
+        assert len(set(pick.ranks)) == len(pick.ranks)
+        self.open.append(reservation)
+        self.taken += 1
+        return reservation
+
+    @rule(target=ended, reservation=consumes(reservations), outcome=st.sampled_from(Outcome))
+    def end(self, reservation: Reservation, outcome: Outcome) -> Reservation:
+        reservation.release(outcome, self.now_s)
+        self.open.remove(reservation)
+        return reservation
+
+    @rule(reservation=ended, outcome=st.sampled_from(Outcome))
+    def end_again(self, reservation: Reservation, outcome: Outcome) -> None:
+        reservation.release(outcome, self.now_s)
+
+    @rule(index=st.integers(0, 4), running=st.integers(0, 300), waiting=st.integers(0, 300))
+    def report(self, index: int, running: int, waiting: int) -> None:
+        self.ledger.record_report(self.ranks[index], report(self.now_s, running=running, waiting=waiting))
+
+    @rule(index=st.integers(0, 4))
+    def scrape_fails(self, index: int) -> None:
+        self.ledger.record_failed_scrape(self.ranks[index])
+
+    @invariant()
+    def every_account_counts_exactly_the_open_reservations(self) -> None:
+        for account in self.ledger.accounts:
+            assert account.reservations == sum(r.rank == account.rank for r in self.open)
+        assert sum(account.picks for account in self.ledger.accounts) == self.taken
+
+    @invariant()
+    def no_load_is_below_the_own_reservations(self) -> None:
+        for account, load in zip(self.ledger.accounts, self.ledger.loads(self.now_s), strict=True):
+            assert load >= account.reservations
+
+
+TestLedgerUnderAnyInterleaving = LedgerUnderAnyInterleaving.TestCase
