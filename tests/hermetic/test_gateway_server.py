@@ -1,0 +1,180 @@
+"""The whole gateway process in one event loop: ranks scraped, picks made, admin API answering, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+
+from gateway.config import Config
+from gateway.server import GatewayServer
+from tests.builders_ranks import StandInRank
+from tests.hermetic.conftest import ExtProcClient, chat, whole_body
+
+
+class Gateway:
+    """A running gateway seen from outside."""
+
+    def __init__(self, config: Config, http: aiohttp.ClientSession) -> None:
+        self._http = http
+        self._admin = f"http://127.0.0.1:{config.gateway.admin_port}"
+        self.client = ExtProcClient(config.gateway.ext_proc_listen)
+        self.stop = asyncio.Event()
+
+    async def get(self, path: str) -> aiohttp.ClientResponse:
+        return await self._http.get(self._admin + path)
+
+    async def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = await (await self.get("/status")).json()
+        return answer
+
+    async def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The first status for which `condition` holds."""
+        async with asyncio.timeout(10):
+            while True:
+                status = await self.status()
+                if condition(status):
+                    return status
+                await asyncio.sleep(0.01)
+
+
+RunGateway = Callable[..., Any]
+
+
+@pytest.fixture
+def run_gateway(unused_tcp_port_factory: Callable[[], int]) -> RunGateway:
+    """`async with run_gateway(endpoints) as gateway:` over one adopted group."""
+
+    @asynccontextmanager
+    async def run(endpoints: list[str], **settings: Any) -> AsyncIterator[Gateway]:
+        config = Config.model_validate(
+            {
+                "groups": [{"name": "g0", "engine": "adopted", "model": "m", "endpoints": endpoints}],
+                "gateway": {
+                    "admin_port": unused_tcp_port_factory(),
+                    "ext_proc_listen": f"127.0.0.1:{unused_tcp_port_factory()}",
+                    "reports": {"interval_s": 0.02},
+                    **settings,
+                },
+            }
+        )
+        async with aiohttp.ClientSession() as http:
+            gateway = Gateway(config, http)
+            serving = asyncio.create_task(GatewayServer(config).serve(gateway.stop))
+            try:
+                async with asyncio.timeout(10):
+                    while True:
+                        try:
+                            if (await gateway.get("/readyz")).status == 200:
+                                break
+                        except aiohttp.ClientConnectorError:
+                            pass
+                        if serving.done():
+                            await serving
+                        await asyncio.sleep(0.01)
+                yield gateway
+            finally:
+                gateway.stop.set()
+                await gateway.client.channel.close()
+                await serving
+
+    return run
+
+
+async def test_status_shows_what_each_rank_reports(run_gateway: RunGateway) -> None:
+    async with StandInRank(engine=0) as first, StandInRank(engine=1) as second:
+        first.running, first.waiting, first.kv_cache_usage = 3, 2, 0.25
+        async with run_gateway([first.endpoint, second.endpoint]) as gateway:
+            status = await gateway.status()
+            row = status["ranks"][0]
+            assert 0 <= row.pop("report_age_s") < 5
+            assert row == {
+                "rank": "g0/0",
+                "group": "g0",
+                "index": 0,
+                "endpoint": first.endpoint,
+                "model": "m",
+                "state": "fresh",
+                "running": 3,
+                "waiting": 2,
+                "kv_cache_usage": 0.25,
+                "wave": None,
+                "reservations": 0,
+                "picks": 0,
+            }
+            assert status["groups"] == [{"name": "g0", "engine": "adopted", "healthy": True}]
+
+
+async def test_a_pick_shows_as_a_reservation_until_its_stream_ends(run_gateway: RunGateway) -> None:
+    async with StandInRank() as rank, run_gateway([rank.endpoint]) as gateway:
+        stream = gateway.client.open()
+        reply = await gateway.client.exchange(stream, whole_body(chat()))
+        destination = reply.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"]
+        assert destination == rank.endpoint
+        status = await gateway.status()
+        assert (status["ranks"][0]["reservations"], status["ranks"][0]["picks"]) == (1, 1)
+        await stream.done_writing()
+        await gateway.until(lambda status: status["ranks"][0]["reservations"] == 0)
+
+
+async def test_a_rank_that_stops_answering_takes_its_group_down_and_back(run_gateway: RunGateway) -> None:
+    async with (
+        StandInRank(engine=0) as kept,
+        StandInRank(engine=1) as lost,
+        run_gateway([kept.endpoint, lost.endpoint]) as gateway,
+    ):
+        lost.broken = True
+        status = await gateway.until(lambda status: not status["groups"][0]["healthy"])
+        assert [row["state"] for row in status["ranks"]] == ["fresh", "down"]
+        lost.broken = False
+        await gateway.until(lambda status: status["groups"][0]["healthy"])
+
+
+async def test_a_gateway_starts_and_serves_while_no_rank_answers(
+    run_gateway: RunGateway, unused_tcp_port: int
+) -> None:
+    async with run_gateway([f"127.0.0.1:{unused_tcp_port}"]) as gateway:
+        assert (await gateway.status())["ranks"][0]["state"] in ("unknown", "down")
+        reply = await gateway.client.exchange(gateway.client.open(), whole_body(chat()))
+        assert reply.HasField("dynamic_metadata")
+
+
+async def test_metrics_name_picks_reservations_ages_and_states(run_gateway: RunGateway) -> None:
+    async with StandInRank() as rank, run_gateway([rank.endpoint]) as gateway:
+        await gateway.client.exchange(gateway.client.open(), whole_body(chat()))
+        text = await (await gateway.get("/metrics")).text()
+    for line in (
+        'wavegate_picks_total{rank="g0/0",reason="least_loaded"} 1.0',
+        'wavegate_reservations{rank="g0/0"} 1.0',
+        'wavegate_ranks{state="fresh"} 1.0',
+        'wavegate_group_healthy{group="g0"} 1.0',
+        "wavegate_pick_seconds_count 1.0",
+    ):
+        assert line in text.splitlines()
+    assert 'wavegate_report_age_seconds{rank="g0/0"}' in text
+
+
+async def test_stopping_waits_for_requests_under_way(run_gateway: RunGateway) -> None:
+    async with StandInRank() as rank, run_gateway([rank.endpoint]) as gateway:
+        stream = gateway.client.open()
+        await gateway.client.exchange(stream, whole_body(chat()))
+        gateway.stop.set()
+        async with asyncio.timeout(10):
+            while (await gateway.get("/readyz")).status != 503:
+                await asyncio.sleep(0.01)
+        assert (await gateway.status())["ranks"][0]["reservations"] == 1
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+
+
+async def test_a_taken_admin_port_is_named(run_gateway: RunGateway) -> None:
+    async with StandInRank() as rank, run_gateway([rank.endpoint]) as first:
+        port = first._admin.rpartition(":")[2]
+        with pytest.raises(OSError, match=port):
+            async with run_gateway([rank.endpoint], admin_port=int(port)):
+                pass
