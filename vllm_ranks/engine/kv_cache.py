@@ -161,7 +161,7 @@ class KVCache:
         """A request gives back its full blocks, in their order, and those without reusable content."""
         self._blank_blocks += blank_blocks
         self.free_blocks += blank_blocks
-        # The end of a prompt is the least likely to be asked for again: it becomes idle, and is evicted, first.
+        # The end of a prompt is the least likely to be asked for again: evict it first.
         for block in reversed(blocks):
             block.references -= 1
             if block.references == 0:
