@@ -18,6 +18,10 @@ DEFAULT_SEED = "vllm-none-hash"
 ExtraKey = tuple[str, ...]
 
 
+def _sha256_cbor(value: object) -> bytes:
+    return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+
+
 def root_hash(seed: str = DEFAULT_SEED) -> bytes:
     """Parent of every first block (vLLM's NONE_HASH)."""
     return _sha256_cbor(seed)
@@ -40,7 +44,7 @@ def hash_block(
 def block_extra_keys(
     block_index: int, *, lora: tuple[str, str] | None = None, cache_salt: str | None = None
 ) -> tuple[ExtraKey, ...] | None:
-    """What besides tokens makes a block's content: the LoRA's (name, path), and the salt in the first block."""
+    """What besides tokens makes a block's content: the LoRA (name, path), and in the first block the salt."""
     keys: list[ExtraKey] = []
     if lora is not None:
         keys.append(("lora", *lora))
@@ -71,7 +75,3 @@ def hash_prompt(
 def event_hash(block_hash: bytes) -> int:
     """A hash as KV events publish it: its low 64 bits."""
     return int.from_bytes(block_hash[-8:], "big")
-
-
-def _sha256_cbor(value: object) -> bytes:
-    return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
