@@ -46,7 +46,7 @@ def ranks_cluster(config: Config) -> dict[str, Json]:
             }
         ],
         # Panic only when no rank at all is healthy: better to try one than to refuse everybody.
-        "common_lb_config": {"healthy_panic_threshold": {"value": 0.1}},
+        "common_lb_config": {"healthy_panic_threshold": {"value": 1}},
         "load_balancing_policy": _policy(
             "override_host",
             "OverrideHost",

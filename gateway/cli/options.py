@@ -1,0 +1,30 @@
+"""What several sub-commands share: the configuration option, and how errors reach the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from gateway.config import Config
+from gateway.config_file import DEFAULT_PATH, ConfigError, load
+
+ConfigPath = Annotated[
+    Path, typer.Option("--config", "-c", metavar="FILE", help="The configuration, a wavegate.yaml.")
+]
+DEFAULT_CONFIG_PATH = DEFAULT_PATH
+
+
+def load_config(path: Path) -> Config:
+    """The configuration, or an explanation on stderr and exit status 2."""
+    try:
+        return load(path)
+    except ConfigError as error:
+        fail(str(error), status=2)
+
+
+def fail(message: str, *, status: int = 1) -> NoReturn:
+    """Say on stderr what went wrong and end with `status`."""
+    typer.echo(message, err=True)
+    raise typer.Exit(status)
