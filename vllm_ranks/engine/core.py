@@ -36,7 +36,7 @@ class StepKind(Enum):
     DUMMY = auto()
     """Computes nothing of its own, because its group steps together."""
     FLUSH = auto()
-    """Does not step: it only has new gauges to report, after requests were aborted or finished."""
+    """Does not step: it only has new gauges to report, after requests were aborted, finished or preempted."""
 
 
 @dataclass(slots=True)
@@ -47,6 +47,7 @@ class StepWork:
     cost_s: float
     """How long this rank alone needs."""
     plan: StepPlan | None
+    """Empty, if anything, unless the kind is MODEL."""
     reports: bool
     """Whether `end_step` has something to tell the front end."""
 
@@ -125,14 +126,15 @@ class EngineCore:
         scheduler, waves = self.scheduler, self.waves
         plan = scheduler.schedule(throttle_prefills=self._throttles_prefills())
         flush = scheduler.take_flush()
-        if plan is not None:
+        if plan is not None and (plan.decoding or plan.prefills):
             for sequence in plan.admitted:
                 if sequence.scheduled_s is None:
                     sequence.scheduled_s = now_s
             return StepWork(StepKind.MODEL, self.time_model.step_s(plan, self._rng), plan, True)
-        if waves is not None and waves.running:
-            return StepWork(StepKind.DUMMY, self.time_model.dummy_step_s(self._rng), None, flush)
-        return StepWork(StepKind.FLUSH, 0.0, None, True) if flush else None
+        reports = flush or plan is not None
+        if waves is not None and (waves.running or plan is not None):
+            return StepWork(StepKind.DUMMY, self.time_model.dummy_step_s(self._rng), plan, reports)
+        return StepWork(StepKind.FLUSH, 0.0, plan, reports) if reports else None
 
     def end_step(self, work: StepWork, now_s: float) -> StepOutcome | None:
         """The work is done. What the front end must be told, together with `stats()`; `None`: nothing."""

@@ -66,9 +66,9 @@ class DecodeClock:
         return sequence.request.prompt_tokens - 1 + self.tick - sequence.decode_epoch
 
     @property
-    def total_computed_tokens(self) -> int:
-        """The same, summed over all decoding sequences."""
-        return self._computed_at_tick_0 + self.tick * len(self.sequences)
+    def resident_tokens_after_step(self) -> int:
+        """The same, summed over all decoding sequences, once the step under way is done."""
+        return self._computed_at_tick_0 + (self.tick + 1) * len(self.sequences)
 
     def take_boundaries(self) -> list[SequenceState]:
         """Sequences whose next token starts or fills a KV block; `expect_boundary` renews them."""

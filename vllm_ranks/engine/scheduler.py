@@ -182,6 +182,7 @@ class Scheduler:
     def schedule(self, *, throttle_prefills: bool = False) -> StepPlan | None:
         """The next step's work, or `None` if there is no request.
 
+        A plan may be empty: with priorities, when the only request that got its turn preempted itself.
         `throttle_prefills`: this lock-step is not one at which prefills may be admitted.
         """
         if self._plan is not None:
@@ -215,7 +216,7 @@ class Scheduler:
             admitted,
             prefill_tokens,
             len(decoding),
-            clock.total_computed_tokens + len(decoding) + sum(s.computed_tokens for s in self._prefilling),
+            clock.resident_tokens_after_step + sum(s.computed_tokens for s in self._prefilling),
         )
         return self._plan
 
