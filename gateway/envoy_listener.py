@@ -100,8 +100,8 @@ def _retry_policy(retries: int) -> dict[str, Json]:
 
     503 is what vLLM answers when its queue limits are reached. `reset` (connection lost after the request was
     sent) is left out on purpose: a prompt that kills a rank would be handed to the next one.
-    Retries go down the pick's list. Once it is used up, the fallback policy chooses, and the predicate keeps it
-    from choosing a rank that was tried.
+    Retries go down the pick's list. Once it is used up, the fallback policy chooses, and the predicate keeps
+    it from choosing a rank that was tried.
     """
     return {
         "retry_on": "connect-failure,refused-stream,reset-before-request,retriable-status-codes",

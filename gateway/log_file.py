@@ -1,0 +1,55 @@
+"""The log of one child process: a file that cannot grow without bound, and its last lines for messages.
+
+Must never interpret what is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO
+
+MAX_FILE_BYTES = 8 << 20
+TAIL_LINES = 20
+MAX_LINE_CHARS = 500
+
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class LogFile:
+    """Appends to `path`; a full one, or that of an earlier run, becomes `path.1` in place of the last one."""
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> None:
+        """Open a new, empty log; raises OSError."""
+        self.path = path
+        self._max_bytes = max_bytes
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._rest = ""
+        self._file = self._open()
+
+    def _open(self) -> BinaryIO:
+        if self.path.exists():
+            self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+        self._written_bytes = 0
+        return self.path.open("wb", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        """Append output as it comes; lines may be cut anywhere."""
+        if self._written_bytes + len(data) > self._max_bytes and self._written_bytes > 0:
+            self._file.close()
+            self._file = self._open()
+        self._file.write(data)
+        self._written_bytes += len(data)
+        *lines, rest = (self._rest + data.decode(errors="replace")).split("\n")
+        self._tail.extend(line[:MAX_LINE_CHARS] for line in lines[-TAIL_LINES:])
+        self._rest = rest[:MAX_LINE_CHARS]
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last non-empty lines, without terminal codes."""
+        lines = [_TERMINAL_CODES.sub("", line).rstrip() for line in (*self._tail, self._rest)]
+        return [line for line in lines if line][-count:]
+
+    def close(self) -> None:
+        """Close the file; the last lines stay readable."""
+        self._file.close()

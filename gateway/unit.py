@@ -1,0 +1,180 @@
+"""A unit: child processes that start together, are ready together and are stopped together.
+
+A group of ranks is a unit, because one lost rank breaks the others; gateway and Envoy are units of one.
+Must never decide when to restart: that is the supervisor's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import aiohttp
+
+from gateway.log_file import LogFile
+from gateway.plan import ProcessPlan, UnitPlan
+from gateway.run_folder import RunFolder
+from vllm_ranks.engine.processes import describe_exit
+
+READY_POLL_S = 0.1
+READY_ANSWER_TIMEOUT_S = 2.0
+SHOWN_LOG_LINES = 5
+KILL_WAIT_S = 5.0
+
+OnReady = Callable[[int], None]
+"""Told how many processes of the unit are ready."""
+
+
+class UnitFailed(Exception):
+    """A unit did not start, or lost a process; the message has the last log lines and where the log is."""
+
+
+class ChildProcess:
+    """One running process; its output goes to its log. It dies with this one, whatever happens."""
+
+    def __init__(self, plan: ProcessPlan, process: asyncio.subprocess.Process, log: LogFile) -> None:
+        self.plan = plan
+        self._process = process
+        self._log = log
+        self.is_ready = False
+        self.exited = asyncio.create_task(self._wait())
+        """Done when the process has ended; its result is when, on the event loop's clock."""
+        self._copying = asyncio.create_task(self._copy_output())
+
+    @classmethod
+    async def start(cls, plan: ProcessPlan, log: LogFile) -> ChildProcess:
+        """Start it in a session of its own: a terminal's Ctrl-C reaches only the supervisor."""
+        wrapper = (sys.executable, "-P", "-m", "vllm_ranks.engine.processes", str(os.getpid()), "--")
+        process = await asyncio.create_subprocess_exec(
+            *wrapper,
+            *plan.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return cls(plan, process, log)
+
+    async def _wait(self) -> float:
+        await self._process.wait()
+        return asyncio.get_running_loop().time()
+
+    async def _copy_output(self) -> None:
+        output = self._process.stdout
+        assert output is not None
+        while data := await output.read(1 << 16):
+            self._log.write(data)
+
+    def signal(self, number: int) -> None:
+        """Signal the process, unless it has ended."""
+        if self._process.returncode is None:
+            try:
+                self._process.send_signal(number)
+            except ProcessLookupError:
+                pass  # ended just now
+
+    def kill_session(self) -> None:
+        """SIGKILL the process and whatever it has started and left behind."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass  # nobody is left in its session
+
+    async def close(self) -> None:
+        """Wait for the last output of a process that has ended; what outlived it is killed."""
+        self.kill_session()
+        await asyncio.wait([self.exited, self._copying], timeout=KILL_WAIT_S)
+        self._copying.cancel()
+        self._log.close()
+
+    def account(self) -> str:
+        """How it ended, and its last words."""
+        code = self._process.returncode
+        happened = "is still running" if code is None else f"ended with {describe_exit(code)}"
+        lines = self._log.last_lines(SHOWN_LOG_LINES)
+        words = [f"{self.plan.name} {happened}; log: {self._log.path}", *(f"  | {line}" for line in lines)]
+        return "\n".join(words)
+
+
+class Unit:
+    """Starts, watches and stops the processes of one plan; can be started again after `stop`."""
+
+    def __init__(self, plan: UnitPlan, folder: RunFolder) -> None:
+        self.plan = plan
+        self._folder = folder
+        self._children: list[ChildProcess] = []
+
+    @property
+    def is_started(self) -> bool:
+        """Whether processes may be running."""
+        return bool(self._children)
+
+    async def start(self, on_ready: OnReady = lambda _count: None) -> None:
+        """Start all processes and return when all are ready.
+
+        Raises:
+            UnitFailed: one ended or was not ready in time. The others are still running: call `stop`.
+        """
+        for plan in self.plan.processes:
+            log = LogFile(self._folder.log_path(plan.name))
+            self._children.append(await ChildProcess.start(plan, log))
+        ready = asyncio.create_task(self._wait_until_ready(on_ready))
+        loss = asyncio.create_task(self.wait_for_loss())
+        try:
+            await asyncio.wait(
+                {ready, loss}, timeout=self.plan.ready_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if loss.done():
+                raise loss.result()
+            if not ready.done():
+                waiting = next(child for child in self._children if not child.is_ready)
+                raise UnitFailed(f"not ready within {self.plan.ready_timeout_s:g} s: {waiting.account()}")
+            ready.result()
+        finally:
+            ready.cancel()
+            loss.cancel()
+
+    async def _wait_until_ready(self, on_ready: OnReady) -> None:
+        waiting = list(self._children)
+        timeout = aiohttp.ClientTimeout(total=READY_ANSWER_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while waiting:
+                for child in list(waiting):
+                    if await _answers(session, child.plan.ready_url):
+                        child.is_ready = True
+                        waiting.remove(child)
+                        on_ready(len(self._children) - len(waiting))
+                await asyncio.sleep(READY_POLL_S if waiting else 0)
+
+    async def wait_for_loss(self) -> UnitFailed:
+        """Return when the first process has ended, with its account."""
+        exits = {child.exited: child for child in self._children}
+        done, _ = await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
+        lost = exits[min(done, key=lambda exited: exited.result())]
+        await lost.close()
+        return UnitFailed(lost.account())
+
+    async def stop(self) -> None:
+        """SIGTERM all, SIGKILL what is left after the plan's time; nothing runs afterwards."""
+        for child in self._children:
+            child.signal(signal.SIGTERM)
+        if exits := [child.exited for child in self._children]:
+            await asyncio.wait(exits, timeout=self.plan.stop_timeout_s)
+        await asyncio.gather(*(child.close() for child in self._children))
+        self._children.clear()
+
+    def kill(self) -> None:
+        """SIGKILL everything at once; `stop` has still to be awaited."""
+        for child in self._children:
+            child.kill_session()
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(url) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
