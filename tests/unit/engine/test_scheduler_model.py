@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Literal
 
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.builders_naive_engine import NaiveScheduler, NaiveStep
@@ -55,16 +56,16 @@ Operation = Add | Abort | Schedule | Complete
 @st.composite
 def engines(draw: st.DrawFn) -> Engine:
     block_size = draw(st.integers(1, 5))
-    num_blocks = draw(st.integers(4, 24))
+    num_blocks = draw(st.integers(4, 40))
     max_model_len = draw(st.integers(2, num_blocks * block_size))
-    max_num_seqs = draw(st.integers(1, 6))
+    max_num_seqs = draw(st.integers(1, 8))
     chunked = draw(st.sampled_from([True, True, True, False]))
-    budget = draw(st.integers(max_num_seqs, max_num_seqs + 12))
+    budget = max_num_seqs + draw(st.sampled_from([0, 0, 1, 2, 5, 12]))
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
         max_model_len=max_model_len,
-        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 2, 5])),
+        long_prefill_token_threshold=draw(st.sampled_from([0, 1, 2, 3, 5])),
         enable_chunked_prefill=chunked,
     )
     policy: Literal["fcfs", "priority"] = draw(st.sampled_from(["fcfs", "priority"]))
@@ -192,9 +193,16 @@ class Pair:
         assert (clock._boundaries, clock._finishes, clock.resident_tokens_after_step) == ({}, {}, 0)
 
 
+# Its prompt is cached, so it is admitted while prefills are throttled; then the long prompt before it,
+# no longer throttled, takes all that is left of the budget.
 STARVED_BY_A_LONG_PROMPT = (
-    Engine(SchedulerLimits(3, 4, 16, long_prefill_token_threshold=3), 24, 2, True, "fcfs"),
-    [Add(0.9, 0, 9), Add(0.1, 1, 9), Add(0.1, 2, 9), Complete(3)],
+    Engine(SchedulerLimits(3, 3, 30), 40, 1, True, "fcfs"),
+    [
+        *[Add(0.1, family=0, output_tokens=1), Complete(3)],
+        *[Add(0.0, family=1, output_tokens=30), Complete(1)],
+        *[Add(0.9, family=2, output_tokens=1), Complete(1)],
+        *[Add(0.1, family=0, output_tokens=9), Schedule(throttle=True), Complete(6)],
+    ],
 )
 PREEMPTED_AND_RESUMED = (
     Engine(SchedulerLimits(4, 8, 12), 6, 2, True, "priority"),
@@ -202,12 +210,44 @@ PREEMPTED_AND_RESUMED = (
 )
 
 
-@settings(max_examples=400, deadline=None)
-@given(engines(), operations)
-@example(*STARVED_BY_A_LONG_PROMPT)
-@example(*PREEMPTED_AND_RESUMED)
-def test_same_schedule_tokens_and_blocks_as_the_naive_model(engine: Engine, script: list[Operation]) -> None:
+def busy_script(rng: random.Random) -> list[Operation]:
+    """Many requests at once, which short random lists hardly ever are."""
+    script: list[Operation] = []
+    for _ in range(rng.randint(10, 80)):
+        kind = rng.random()
+        if kind < 0.4:
+            share, family, length = (
+                rng.random() ** rng.choice([1, 2, 3]),
+                rng.randint(0, 2),
+                rng.randint(1, 40),
+            )
+            priority, arrival_s = rng.randint(0, 2), float(rng.randint(0, 3))
+            script.append(Add(share, family, length, priority, arrival_s, rng.random() < 0.8))
+        elif kind < 0.5:
+            script.append(Abort(rng.randint(0, 30)))
+        elif kind < 0.75:
+            script.append(Schedule(rng.random() < 0.4))
+        else:
+            script.append(Complete(rng.randint(1, 8)))
+    return script
+
+
+def check(engine: Engine, script: list[Operation]) -> None:
     pair = Pair(engine)
     for operation in script:
         pair.apply(operation)
     pair.run_dry()
+
+
+@settings(max_examples=200, deadline=None)
+@given(engines(), operations)
+@example(*STARVED_BY_A_LONG_PROMPT)
+@example(*PREEMPTED_AND_RESUMED)
+def test_same_schedule_tokens_and_blocks_as_the_naive_model(engine: Engine, script: list[Operation]) -> None:
+    check(engine, script)
+
+
+@settings(max_examples=1_000, deadline=None, phases=[Phase.generate])
+@given(engines(), st.integers(0, 1 << 32))
+def test_the_same_on_busy_ranks(engine: Engine, seed: int) -> None:
+    check(engine, busy_script(random.Random(seed)))
