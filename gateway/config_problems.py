@@ -141,15 +141,14 @@ def _meaning(keys: Keys, data: object) -> str:
 def _unknown_key(keys: Keys, data: object) -> str:
     key, section = str(keys[-1]), _section(keys, data)
     known = list(section.model_fields) if section else []
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if near:
-        return f"is not a key here; did you mean {near[0]}?"
     homes = [_path(path) or "the top level" for path, other in _SECTIONS.items() if key in other.model_fields]
     homes += [
         f"groups with engine: {engine}" for engine, g in _GROUP_ENGINES.items() if key in g.model_fields
     ]
     if homes:
         return f"is not a key here; it belongs to {' or '.join(homes)}"
+    if near := difflib.get_close_matches(key, known, n=1):
+        return f"is not a key here; did you mean {near[0]}?"
     return f"is not a key here; known are {', '.join(known)}"
 
 

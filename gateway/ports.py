@@ -7,27 +7,35 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from gateway.config import Listener
 
 SEARCHED_PORTS = 1000
 
 
-def port_problems(listeners: Iterable[Listener]) -> list[str]:
+Remedy = Callable[[Listener], str]
+"""What to do about a taken port, e.g. `set envoy.port to another, e.g. 8081`."""
+
+
+def choose_another(listener: Listener) -> str:
+    """The remedy where a configuration file says which ports are used."""
+    free = _next_free_port(listener.host, listener.port)
+    return f"set {listener.field} to another" + (f", e.g. {free}" if free is not None else "")
+
+
+def port_problems(listeners: Iterable[Listener], remedy: Remedy = choose_another) -> list[str]:
     """One line for each address that cannot be listened on: the port, its field, what to change."""
-    return [problem for listener in listeners if (problem := _problem(listener)) is not None]
+    return [problem for listener in listeners if (problem := _problem(listener, remedy)) is not None]
 
 
-def _problem(listener: Listener) -> str | None:
+def _problem(listener: Listener, remedy: Remedy) -> str | None:
     error = _bind_error(listener.host, listener.port)
     if error is None:
         return None
     place = f"port {listener.port} for {listener.purpose}"
     if error == errno.EADDRINUSE:
-        free = _next_free_port(listener.host, listener.port)
-        remedy = f"set {listener.field} to another" + (f", e.g. {free}" if free is not None else "")
-        return f"{place} is taken by another process: stop it, or {remedy}"
+        return f"{place} is taken by another process: stop it, or {remedy(listener)}"
     if error == errno.EACCES:
         return f"{place} is not allowed for this user: set {listener.field} to a port from 1024 on"
     if error == errno.EADDRNOTAVAIL:
