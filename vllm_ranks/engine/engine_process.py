@@ -1,0 +1,288 @@
+"""One engine-core process: handshake, sockets, and the run loop around `core.EngineCore` in wall-clock time.
+
+Start-up follows specification §3 step by step (vLLM 0.32 vllm/v1/engine/core.py class EngineCoreProc);
+the loop is `run_busy_loop`. One event loop: reading inputs overlaps with the modelled step. Must never
+decide what runs in a step (`core` does) or what a step costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import msgspec
+import zmq
+
+from vllm_ranks.engine import collective, wire
+from vllm_ranks.engine.config import ParallelConfig, RankConfig
+from vllm_ranks.engine.core import EngineCore
+from vllm_ranks.engine.engine_loop import EngineLoop
+from vllm_ranks.engine.engine_requests import EngineSideRequests
+from vllm_ranks.engine.executor import Executor
+from vllm_ranks.engine.handshake import GroupParameters, perform_handshakes
+from vllm_ranks.engine.kv_cache import KVCache
+from vllm_ranks.engine.kv_events import EventPublisher
+from vllm_ranks.engine.kv_listener import KvEventNotes
+from vllm_ranks.engine.logs import configure_logging
+from vllm_ranks.engine.outputs import OutputSockets
+from vllm_ranks.engine.processes import die_with_parent
+from vllm_ranks.engine.scheduler import Scheduler, SchedulerLimits
+from vllm_ranks.engine.sockets import Context, Socket, open_socket
+from vllm_ranks.engine.step_trace import StepTrace
+from vllm_ranks.engine.version import VERSION
+from vllm_ranks.engine.waves import WaveState
+
+logger = logging.getLogger(__name__)
+
+READY_LOG_INTERVAL_S = 10.0
+
+
+class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine process is started with."""
+
+    rank_config: RankConfig
+    data_parallel_rank: int
+    """Global rank of this engine."""
+    handshake_address: str
+    """Rank 0's front end."""
+    client_handshake_address: str | None
+    """The engine's own front end, when that is another one."""
+    local_client: bool
+    """False: headless."""
+    collective_fd: int | None
+    """Rank 0 of a lock-step group: the listening socket its front end announces in the handshake."""
+
+
+async def run_engine_core(config: EngineProcessConfig) -> None:
+    """Start up, then step until told to stop.
+
+    Raises:
+        HandshakeError, CollectiveError: the group cannot be formed, or it broke.
+    """
+    rank_config, rank = config.rank_config, config.data_parallel_rank
+    parallel = rank_config.parallel
+    async with AsyncExitStack() as stack:
+        context = Context()
+        stack.callback(context.destroy, linger=4_000)
+        async with perform_handshakes(
+            context,
+            parallel,
+            rank,
+            handshake_address=config.handshake_address,
+            client_handshake_address=config.client_handshake_address,
+            local_client=config.local_client,
+            timeout_s=rank_config.server.handshake_timeout_s,
+        ) as (addresses, group_parameters):
+            # Step 4: load the model and join the group.
+            group = await _join_group(config, group_parameters)
+            if group is not None:
+                stack.callback(group.close)
+            publisher = _publisher(context, rank_config, rank)
+            loop = _build_loop(rank_config, rank, OutputSockets(context, addresses, rank), group, publisher)
+            ready = wire.encode(_ready_response(rank_config, rank, addresses, publisher))
+            inputs = []
+            for address in addresses.inputs:  # 4a, 4c
+                inputs.append(
+                    open_socket(context, zmq.DEALER, connect=address, identity=wire.engine_identity(rank))
+                )
+                await inputs[-1].send(ready)
+            coordinator = await _subscribe(context, addresses, rank)  # 4b
+            if coordinator is not None:  # 4d
+                await _wait_for_coordinator(coordinator)
+                inputs.append(coordinator)
+        # Step 5: leaving the handshakes sent READY.
+        await _run(loop, inputs, group, publisher)
+
+
+async def _run(
+    loop: EngineLoop,
+    inputs: Sequence[Socket],
+    group: collective.Collective | None,
+    publisher: EventPublisher | None,
+) -> None:
+    """The run loop beside the readers of its inputs; ends with the loop, dies with any of them."""
+    event_loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        event_loop.add_signal_handler(number, loop.request_shutdown)
+    running = asyncio.create_task(loop.run())
+    others = [asyncio.create_task(_read_inputs(socket, loop)) for socket in inputs]
+    if publisher is not None:
+        others.append(asyncio.create_task(publisher.serve_replay()))
+    awaited: list[asyncio.Future[None]] = [running, *others]
+    if group is not None:
+        awaited.append(group.broken)
+    try:
+        while not running.done():
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                future.result()
+                awaited.remove(future)
+    except Exception:
+        logger.exception("EngineCore encountered a fatal error.")
+        running.cancel()
+        await loop.outputs.send_engine_dead()
+        raise
+    finally:
+        for task in (running, *others):
+            task.cancel()
+
+
+async def _read_inputs(socket: Socket, loop: EngineLoop) -> None:
+    while True:
+        loop.put_input(await socket.recv_multipart())
+
+
+async def _join_group(
+    config: EngineProcessConfig, parameters: GroupParameters
+) -> collective.Collective | None:
+    parallel = config.rank_config.parallel
+    if not parallel.lock_step:
+        return None
+    return await collective.join(
+        config.data_parallel_rank,
+        parallel.data_parallel_size,
+        host=str(parameters["data_parallel_master_ip"]),
+        port=_port(parameters),
+        listener=None if config.collective_fd is None else socket.socket(fileno=config.collective_fd),
+        timeout_s=parallel.cpu_distributed_timeout_s,
+        on_peer_death=parallel.on_peer_death,
+    )
+
+
+def _port(parameters: GroupParameters) -> int:
+    port = parameters["data_parallel_master_port"]
+    if not isinstance(port, int):
+        raise collective.CollectiveError(f"data_parallel_master_port is not a port: {port!r}")
+    return port
+
+
+def _build_loop(
+    config: RankConfig,
+    rank: int,
+    outputs: OutputSockets,
+    group: collective.Collective | None,
+    publisher: EventPublisher | None,
+) -> EngineLoop:
+    parallel, limits, cache = config.parallel, config.scheduler, config.cache
+    requests = EngineSideRequests(cache.block_size, limits.max_model_len, cache.enable_prefix_caching)
+    notes = None if publisher is None else KvEventNotes(requests, cache.block_size)
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+            long_prefill_token_threshold=limits.long_prefill_token_threshold,
+            enable_chunked_prefill=limits.enable_chunked_prefill,
+            prefill_schedule_interval=limits.prefill_schedule_interval,
+        ),
+        KVCache(
+            cache.num_gpu_blocks - 1,  # vLLM keeps one block for itself
+            cache.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            listener=None if notes is None else notes.add,
+        ),
+        limits.policy,
+        block_hasher=requests.hash_generated_block,
+    )
+    core = EngineCore(
+        scheduler,
+        config.time_model,
+        random.Random(f"{config.seed}/{rank}"),
+        WaveState(rank, parallel.dp_sync_interval) if parallel.lock_step else None,
+    )
+    return EngineLoop(
+        core=core,
+        requests=requests,
+        outputs=outputs,
+        executor=Executor(parallel.time_scale, group),
+        group=group,
+        publisher=publisher,
+        kv_notes=notes,
+        publishes_queue_stats=parallel.publishes_queue_stats,
+        shutdown_timeout_s=config.server.shutdown_timeout_s,
+        log_stats=config.server.log_stats,
+        enable_fault_injection=config.server.enable_fault_injection,
+        step_trace=None if config.server.step_trace is None else StepTrace(config.server.step_trace, rank),
+    )
+
+
+def _publisher(context: Context, config: RankConfig, rank: int) -> EventPublisher | None:
+    events = config.cache.kv_events
+    return EventPublisher(context, events, rank) if events.enabled else None
+
+
+async def _subscribe(context: Context, addresses: wire.EngineAddresses, rank: int) -> Socket | None:
+    if addresses.coordinator_input is None:
+        return None
+    identity = wire.engine_identity(rank)
+    socket = open_socket(context, zmq.XSUB, connect=addresses.coordinator_input, identity=identity)
+    await socket.send(wire.SUBSCRIBE)
+    return socket
+
+
+async def _wait_for_coordinator(socket: Socket) -> None:
+    """No engine is ready before all are: the coordinator's READY follows the last subscription."""
+    while not await socket.poll(READY_LOG_INTERVAL_S * 1_000):
+        logger.info("Waiting for READY message from DP Coordinator...")
+    frame = await socket.recv()
+    if frame != wire.COORDINATOR_READY:
+        raise RuntimeError(f"expected READY from the DP coordinator, got {frame!r}")
+
+
+def _ready_response(
+    config: RankConfig, rank: int, addresses: wire.EngineAddresses, publisher: EventPublisher | None
+) -> wire.ReadyResponse:
+    parallel, limits, cache = config.parallel, config.scheduler, config.cache
+    capacity_tokens = (cache.num_gpu_blocks - 1) * cache.block_size
+    return wire.ReadyResponse(
+        max_model_len=limits.max_model_len,
+        num_gpu_blocks=cache.num_gpu_blocks,
+        block_size=cache.block_size,
+        dp_stats_address=addresses.frontend_stats_publish_address,
+        dtype="none",
+        vllm_version=VERSION,
+        world_size=1,
+        data_parallel_size=parallel.data_parallel_size,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+        data_parallel_rank=rank,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        instance_id=uuid.uuid4().hex[:8],
+        supports_lora=config.max_loras > 0,
+        max_loras=config.max_loras,
+        kv_cache_size_tokens=capacity_tokens,
+        kv_cache_max_concurrency=capacity_tokens / limits.max_model_len,
+        kv_events_config=None if publisher is None else publisher.resolved,
+        effective_attention_block_size=cache.block_size,
+    )
+
+
+def _process_name(parallel: ParallelConfig, rank: int) -> str:
+    return f"EngineCore_DP{rank}" if parallel.data_parallel_size > 1 else "EngineCore"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """`<parent pid> <EngineProcessConfig as JSON>`"""
+    die_with_parent(int(arguments[0]))
+    started_s = time.monotonic()
+    config = msgspec.json.decode(arguments[1], type=EngineProcessConfig)
+    configure_logging(_process_name(config.rank_config.parallel, config.data_parallel_rank))
+    try:
+        asyncio.run(run_engine_core(config))
+    except Exception as error:
+        logger.error("EngineCore failed after %.1f s: %s", time.monotonic() - started_s, error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,354 @@
+"""Requests of the OpenAI API: what is read, what is refused and how the refusal reads.
+
+Bodies are read as vLLM 0.32 reads them (vllm/entrypoints/openai/*/protocol.py): unknown fields are
+accepted, numbers may be written as strings. What the embedded engine cannot do is refused by name where
+a client would otherwise get a wrong answer (log probabilities, forced tool calls, images), and ignored where
+the answer stays a valid one: sampling parameters, `tools` with `tool_choice` auto, `response_format`
+(the text is placeholder prose, not JSON). Must never talk to an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+
+from vllm_ranks.engine.text import VOCABULARY_SIZE, chat_prompt, tokenize
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 1_024
+MAX_STOP_STRINGS = 128
+MAX_STOP_CHARS = 1_024
+MAX_CACHE_SALT_CHARS = 1_024
+DEFAULT_COMPLETION_TOKENS = 16
+_EMBEDDED = "the embedded engine generates placeholder text; use `vllm serve` for this"
+
+
+class ApiError(Exception):
+    """An answer other than 200, in OpenAI's error format."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: HTTPStatus = HTTPStatus.BAD_REQUEST,
+        kind: str = "BadRequestError",
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.kind = kind
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the error."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": int(self.status)}
+        return {"error": error}
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream reports besides text."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class _CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of both kinds of request."""
+
+    model: str | None = None
+    n: int | None = 1
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def choices(self) -> int:
+        """`n`, which may be null."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop`, which may be a string, a list or null."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def includes_usage(self) -> bool:
+        """The stream ends with a usage chunk."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_continuous_usage(self) -> bool:
+        """Every chunk of the stream carries usage."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
+
+
+class CompletionRequest(_CommonRequest, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = False
+    logprobs: int | None = None
+    max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[Any] | None = None
+
+
+class ChatRequest(_CommonRequest, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = 0
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    echo: bool = False
+
+    @property
+    def output_limit(self) -> int | None:
+        """The newer name wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+_Body = TypeVar("_Body")
+
+
+def read_body(body: bytes, kind: type[_Body]) -> _Body:
+    """Decode a JSON body.
+
+    Raises:
+        ApiError: it is no JSON, or a field has the wrong type.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ApiError(str(error), param=_parameter_of(str(error))) from None
+    except msgspec.DecodeError as error:
+        raise ApiError(f"The request body is not valid JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise ApiError("The request body is not valid UTF-8") from None
+
+
+def _parameter_of(message: str) -> str | None:
+    """`stop` of "Expected `str`, got `int` - at `$.stop[0]`"."""
+    _, separator, path = message.partition("at `$.")
+    return path.split("[")[0].split(".")[0].rstrip("`") if separator else None
+
+
+def check_common(request: _CommonRequest) -> None:
+    """What both kinds of request must satisfy (vLLM vllm/sampling_params.py `_verify_args`).
+
+    Raises:
+        ApiError: naming the parameter.
+    """
+    if not 1 <= request.choices <= MAX_CHOICES:
+        raise ApiError(f"n must be between 1 and {MAX_CHOICES}, got {request.n}.", param="n")
+    if request.min_tokens < 0:
+        raise ApiError(
+            f"min_tokens must be greater than or equal to 0, got {request.min_tokens}.", param="min_tokens"
+        )
+    if request.temperature is not None and not request.temperature >= 0:
+        raise ApiError(f"temperature must be non-negative, got {request.temperature}.", param="temperature")
+    if request.top_p is not None and not 0 < request.top_p <= 1:
+        raise ApiError(f"top_p must be in (0, 1], got {request.top_p}.", param="top_p")
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(request, name)
+        if value is not None and not -2 <= value <= 2:
+            raise ApiError(f"{name} must be in [-2, 2], got {value}.", param=name)
+    stops = request.stop_strings
+    if any(not stop for stop in stops):
+        raise ApiError("stop cannot contain an empty string.", param="stop")
+    if len(stops) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise ApiError(
+            f"stop may have at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters.", param="stop"
+        )
+    if request.stream_options is not None and not request.stream:
+        raise ApiError("Stream options can only be defined when `stream=True`.", param="stream_options")
+    if request.cache_salt is not None and not 0 < len(request.cache_salt) <= MAX_CACHE_SALT_CHARS:
+        raise ApiError(f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters.", param="cache_salt")
+    if request.prompt_logprobs is not None:
+        raise ApiError(f"`prompt_logprobs` is not supported: {_EMBEDDED}.", param="prompt_logprobs")
+
+
+def completion_prompts(request: CompletionRequest) -> list[list[int]]:
+    """Token ids of each prompt.
+
+    Raises:
+        ApiError: no prompt, or a shape that is neither text, token ids, nor a list of either.
+    """
+    if request.logprobs is not None:
+        raise ApiError(f"`logprobs` is not supported: {_EMBEDDED}.", param="logprobs")
+    prompt = request.prompt
+    if prompt is None or prompt in ("", []):
+        raise ApiError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+    if isinstance(prompt, str):
+        return [tokenize(prompt)]
+    if all(isinstance(item, int) for item in prompt):
+        return [_checked_ids(prompt)]
+    if len(prompt) > MAX_PROMPTS:
+        raise ApiError(f"prompt may be a list of at most {MAX_PROMPTS} prompts.", param="prompt")
+    prompts = []
+    for item in prompt:
+        if isinstance(item, int) or not item:
+            raise ApiError("prompt must be text, token ids, or a list of either, none empty.", param="prompt")
+        prompts.append(tokenize(item) if isinstance(item, str) else _checked_ids(item))
+    return prompts
+
+
+def _checked_ids(ids: Sequence[Any]) -> list[int]:
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < VOCABULARY_SIZE:
+            raise ApiError(f"Token id {token} is out of vocabulary", param="prompt")
+    return list(ids)
+
+
+def chat_tokens(request: ChatRequest) -> list[int]:
+    """Token ids of a conversation.
+
+    Raises:
+        ApiError: something in it that the embedded engine cannot answer truthfully.
+    """
+    if request.logprobs:
+        raise ApiError(f"`logprobs` is not supported: {_EMBEDDED}.", param="logprobs")
+    if request.top_logprobs:
+        raise ApiError("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
+    if request.tools is not None and not request.tools:
+        raise ApiError(
+            "`tools` must not be an empty array. "
+            "Either provide at least one tool or omit the field entirely.",
+            param="tools",
+        )
+    if request.tool_choice not in (None, "none", "auto"):
+        raise ApiError(
+            f"`tool_choice` can be none or auto, no call can be forced: {_EMBEDDED}.", param="tool_choice"
+        )
+    return message_tokens(
+        request.messages, request.add_generation_prompt and not request.continue_final_message
+    )
+
+
+def message_tokens(messages: Sequence[ChatMessage], add_generation_prompt: bool) -> list[int]:
+    """Token ids of messages; raises ApiError for content that is not text."""
+    if not messages:
+        raise ApiError("messages must not be empty.", param="messages")
+    return chat_prompt(
+        ((message.role, _content_text(message)) for message in messages), add_generation_prompt
+    )
+
+
+def _content_text(message: ChatMessage) -> str:
+    content = message.content
+    if content is None:
+        # A tool call sent back: it counts as the text it would have been.
+        return msgspec.json.encode(message.tool_calls).decode() if message.tool_calls else ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        text = part.get("text")
+        if part.get("type") not in ("text", "input_text", "output_text", "refusal") or not isinstance(
+            text, str
+        ):
+            raise ApiError(
+                f"content parts of type {part.get('type')!r} are not supported, only text: {_EMBEDDED}.",
+                param="messages",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def output_limit(max_tokens: int | None, prompt_tokens: int, max_model_len: int, *, allow_zero: bool) -> int:
+    """How many tokens a prompt may be continued by (vLLM `get_max_tokens`).
+
+    Raises:
+        ApiError: the prompt leaves no room, or the limit makes no sense.
+    """
+    if prompt_tokens > max_model_len:
+        raise ApiError(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
+            f"{prompt_tokens} input tokens, which exceeds this limit even without any output tokens. "
+            "Please reduce the length of the input prompt.",
+            param="input_tokens",
+        )
+    if prompt_tokens == max_model_len:
+        raise ApiError(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
+            f"{prompt_tokens} input tokens, which leaves no room for output tokens. "
+            "Please reduce the length of the input prompt.",
+            param="input_tokens",
+        )
+    if max_tokens is not None and max_tokens > max_model_len:
+        raise ApiError(
+            f"max_tokens={max_tokens} cannot be greater than max_model_len={max_model_len}. "
+            "Please request fewer output tokens.",
+            param="max_tokens",
+        )
+    if max_tokens is not None and max_tokens < (0 if allow_zero else 1):
+        raise ApiError(f"max_tokens must be at least 1, got {max_tokens}.", param="max_tokens")
+    room = max_model_len - prompt_tokens
+    return room if max_tokens is None else min(max_tokens, room)
+
+
+def check_min_tokens(min_tokens: int, limit: int) -> None:
+    """Raises ApiError if fewer tokens may be generated than must be."""
+    if min_tokens > limit:
+        raise ApiError(
+            f"min_tokens must be less than or equal to max_tokens={limit}, got {min_tokens}.",
+            param="min_tokens",
+        )
+
+
+def unknown_model(model: str) -> ApiError:
+    """The 404 of a model this server does not have."""
+    return ApiError(
+        f"The model `{model}` does not exist.",
+        status=HTTPStatus.NOT_FOUND,
+        kind="NotFoundError",
+        param="model",
+    )
