@@ -36,7 +36,8 @@ class Received:
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def _ok(_request: web.Request) -> web.StreamResponse:
+async def ok(_request: web.Request) -> web.StreamResponse:
+    """The plainest answer."""
     return web.json_response({"ok": True})
 
 
@@ -45,7 +46,7 @@ class StubRank:
 
     def __init__(self) -> None:
         self.received: list[Received] = []
-        self.answer: Answer = _ok
+        self.answer: Answer = ok
         self.is_healthy = True
         self.endpoint = ""
 
@@ -59,7 +60,7 @@ class StubRank:
 
 
 @asynccontextmanager
-async def stub_rank(answer: Answer = _ok) -> AsyncIterator[StubRank]:
+async def stub_rank(answer: Answer = ok) -> AsyncIterator[StubRank]:
     """A stub rank on a free port."""
     rank = StubRank()
     rank.answer = answer
@@ -134,6 +135,12 @@ class StubPicker:
                 await context.write(self.reply(message).SerializeToString())
         finally:
             self.open_streams -= 1
+
+    async def becomes_idle(self, *, within_s: float = 5.0) -> None:
+        """Return as soon as no stream is open; fail if that takes too long."""
+        async with asyncio.timeout(within_s):
+            while self.open_streams:
+                await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
