@@ -60,7 +60,7 @@ def engines(draw: st.DrawFn) -> Engine:
     max_model_len = draw(st.integers(2, num_blocks * block_size))
     max_num_seqs = draw(st.integers(1, 8))
     chunked = draw(st.sampled_from([True, True, True, False]))
-    budget = max_num_seqs + draw(st.sampled_from([0, 0, 1, 2, 5, 12]))
+    budget = max_num_seqs + draw(st.sampled_from([0, 1, 5, 12]))
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
@@ -193,15 +193,24 @@ class Pair:
         assert (clock._boundaries, clock._finishes, clock.resident_tokens_after_step) == ({}, {}, 0)
 
 
-# Its prompt is cached, so it is admitted while prefills are throttled; then the long prompt before it,
-# no longer throttled, takes all that is left of the budget.
-STARVED_BY_A_LONG_PROMPT = (
-    Engine(SchedulerLimits(3, 3, 30), 40, 1, True, "fcfs"),
-    [
+def starved_by_a_long_prompt(threshold: int) -> tuple[Engine, list[Operation]]:
+    """Cached prompts are admitted while prefills are throttled; then the long one before them goes on."""
+    cached = Add(0.1, family=0, output_tokens=9)
+    return Engine(SchedulerLimits(4, 4, 30, threshold), 40, 1, True, "fcfs"), [
         *[Add(0.1, family=0, output_tokens=1), Complete(3)],
         *[Add(0.0, family=1, output_tokens=30), Complete(1)],
         *[Add(0.9, family=2, output_tokens=1), Complete(1)],
-        *[Add(0.1, family=0, output_tokens=9), Schedule(throttle=True), Complete(6)],
+        *[cached, cached, Schedule(throttle=True), Complete(6)],
+    ]
+
+
+OUT_OF_BLOCKS_WHILE_PREFILLS_ARE_DEFERRED: tuple[Engine, list[Operation]] = (
+    Engine(SchedulerLimits(3, 3, 12), 12, 1, True, "fcfs"),
+    [
+        *[Add(0.2, family=0, output_tokens=1), Complete(3)],
+        *[Add(0.0, family=1, output_tokens=30), Complete(1)],
+        *[Add(0.5, family=2, output_tokens=1), Complete(1)],
+        *[Add(0.2, family=0, output_tokens=30), *[Schedule(throttle=True), Complete(1)] * 6],
     ],
 )
 PREEMPTED_AND_RESUMED = (
@@ -241,13 +250,15 @@ def check(engine: Engine, script: list[Operation]) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(engines(), operations)
-@example(*STARVED_BY_A_LONG_PROMPT)
+@example(*starved_by_a_long_prompt(threshold=0))
+@example(*starved_by_a_long_prompt(threshold=2))
+@example(*OUT_OF_BLOCKS_WHILE_PREFILLS_ARE_DEFERRED)
 @example(*PREEMPTED_AND_RESUMED)
 def test_same_schedule_tokens_and_blocks_as_the_naive_model(engine: Engine, script: list[Operation]) -> None:
     check(engine, script)
 
 
-@settings(max_examples=1_000, deadline=None, phases=[Phase.generate])
+@settings(max_examples=1_500, deadline=None, phases=[Phase.generate])
 @given(engines(), st.integers(0, 1 << 32))
 def test_the_same_on_busy_ranks(engine: Engine, seed: int) -> None:
     check(engine, busy_script(random.Random(seed)))
