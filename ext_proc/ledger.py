@@ -6,6 +6,7 @@ Pure: it is told the time and never waits. A reservation is taken by `reserve` a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from math import exp
@@ -22,6 +23,8 @@ class Outcome(StrEnum):
     """Envoy reset the stream, or this gateway is shutting down."""
     FAILED = "failed"
     """The gateway itself failed while it handled the stream."""
+    RETIRED = "retired"
+    """Nobody saw the end: the rank's own reports show that it lies in the past."""
 
 
 class Reservation:
@@ -48,6 +51,19 @@ class Reservation:
             self.outcome = outcome
             self._ledger.close(self, self._account, now_s)
 
+    def move(self, endpoint: str) -> None:
+        """The rank at `endpoint` serves the request: it counts there from now on.
+
+        An endpoint that is no rank of this ledger changes nothing.
+        """
+        if self.outcome is None and endpoint != self._account.rank.endpoint:
+            self._account = self._ledger.move(self._account, endpoint)
+
+    def leave_unobserved(self, now_s: float) -> None:
+        """The stream has ended, the response perhaps not: the rank's reports must show the end."""
+        if self.outcome is None:
+            self._account.unobserved.append((now_s, self))
+
 
 class RankAccount:
     """What the ledger knows of one rank. Policies read it; only the ledger writes it."""
@@ -63,6 +79,7 @@ class RankAccount:
         "rank",
         "report",
         "reservations",
+        "unobserved",
     )
 
     def __init__(self, rank: Rank, group: GroupAccount) -> None:
@@ -78,8 +95,25 @@ class RankAccount:
         self.foreign_requests = 0
         """Requests in the last report that this gateway's own reservations do not explain."""
         self.failures_in_a_row = 0
+        self.unobserved: deque[tuple[float, Reservation]] = deque()
+        """Open reservations whose streams have ended, with the time since when, oldest first."""
         self._own_peak = 0
         self._own_peak_before = 0
+
+    def retire_unobserved(self, report: RankReport) -> None:
+        """Release unobserved reservations that `report` shows to have ended, oldest first.
+
+        The rank has fewer requests than are open here. A request on its way to the rank, or not yet in its
+        lagging gauges, is no proof: only what was left before the report before counts as ended.
+        """
+        ended = self.reservations - (report.running + report.waiting)
+        while ended > 0 and self.unobserved and self.report is not None:
+            since_s, reservation = self.unobserved[0]
+            if since_s >= self.report.taken_at_s:
+                break
+            self.unobserved.popleft()
+            reservation.release(Outcome.RETIRED, report.taken_at_s)
+            ended -= 1
 
     def open_one(self, pick_sequence: int) -> None:
         """Count one more reservation, the `pick_sequence`-th of the ledger."""
@@ -94,6 +128,7 @@ class RankAccount:
         An engine's gauges lag by a step or more, so a request that has just ended may still be in them. What
         counts as foreign is therefore only what exceeds the most reservations open since the report before.
         """
+        self.retire_unobserved(report)
         explained = max(self._own_peak, self._own_peak_before)
         self.foreign_requests = max(0, report.running + report.waiting - explained)
         self._own_peak_before, self._own_peak = self._own_peak, self.reservations
@@ -173,6 +208,16 @@ class Ledger:
         account.reservations -= 1
         if reservation.outcome is Outcome.ENDED:
             account.group.record_duration(now_s - reservation.opened_at_s, now_s)
+
+    def move(self, account: RankAccount, endpoint: str) -> RankAccount:
+        """Count a reservation of `account` on another rank; called by `Reservation.move` alone."""
+        moved_to = next((other for other in self.accounts if other.rank.endpoint == endpoint), None)
+        if moved_to is None:
+            return account
+        account.reservations -= 1
+        self._picks += 1
+        moved_to.open_one(self._picks)
+        return moved_to
 
     def record_report(self, rank: Rank, report: RankReport) -> None:
         """Take in what a rank said about itself."""
