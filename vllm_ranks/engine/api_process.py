@@ -128,7 +128,7 @@ class ApiService:
             await self._runner.cleanup()
         if self._running is not None:
             self._running.cancel()
-            await asyncio.wait((self._running,))
+            await asyncio.gather(self._running, return_exceptions=True)
         self._context.destroy(linger=0)
 
 

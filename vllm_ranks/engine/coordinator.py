@@ -161,7 +161,14 @@ class Coordinator:
                     )
                     await self._front.send(wire.encode(wire.CoordinatorUpdate(counts_list, wave, running)))
                 case StatsOutOfOrder():
-                    logger.warning("Stats out of order: %s", message)
+                    logger.warning(
+                        "Stats of engine %d are for step (%d, %d), behind the newest (%d, %d)",
+                        message.engine_index,
+                        message.wave,
+                        message.step,
+                        message.newest_wave,
+                        message.newest_step,
+                    )
 
 
 def _engine_stats(stats: wire.SchedulerStats | None) -> EngineStats | None:

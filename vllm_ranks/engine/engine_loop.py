@@ -108,6 +108,11 @@ class EngineLoop:
                 "die": self._die,
             }
 
+    @property
+    def shutting_down(self) -> bool:
+        """SIGTERM has come."""
+        return self._shutdown_state is not ShutdownState.RUNNING and self._exits_after_drain
+
     def put_input(self, frames: list[bytes]) -> None:
         """A message of a front end or the coordinator has arrived."""
         self._inputs.append(frames)

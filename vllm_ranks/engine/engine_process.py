@@ -13,7 +13,6 @@ import random
 import signal
 import socket
 import sys
-import time
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -24,10 +23,10 @@ import zmq
 from vllm_ranks.engine import collective, wire
 from vllm_ranks.engine.config import ParallelConfig, RankConfig
 from vllm_ranks.engine.core import EngineCore
-from vllm_ranks.engine.engine_loop import EngineLoop
+from vllm_ranks.engine.engine_loop import EngineLoop, InjectedDeath
 from vllm_ranks.engine.engine_requests import EngineSideRequests
 from vllm_ranks.engine.executor import Executor
-from vllm_ranks.engine.handshake import GroupParameters, perform_handshakes
+from vllm_ranks.engine.handshake import GroupParameters, HandshakeError, perform_handshakes
 from vllm_ranks.engine.kv_cache import KVCache
 from vllm_ranks.engine.kv_events import EventPublisher
 from vllm_ranks.engine.kv_listener import KvEventNotes
@@ -125,8 +124,11 @@ async def _run(
             for future in done:
                 future.result()
                 awaited.remove(future)
-    except Exception:
-        logger.exception("EngineCore encountered a fatal error.")
+    except Exception as error:
+        if loop.shutting_down and isinstance(error, collective.CollectiveError):
+            # The whole group is being stopped, and a peer was faster.
+            logger.info("[shutdown] %s", error)
+            return
         running.cancel()
         await loop.outputs.send_engine_dead()
         raise
@@ -274,13 +276,15 @@ def _process_name(parallel: ParallelConfig, rank: int) -> str:
 def main(arguments: Sequence[str]) -> None:
     """`<parent pid> <EngineProcessConfig as JSON>`"""
     die_with_parent(int(arguments[0]))
-    started_s = time.monotonic()
     config = msgspec.json.decode(arguments[1], type=EngineProcessConfig)
     configure_logging(_process_name(config.rank_config.parallel, config.data_parallel_rank))
     try:
         asyncio.run(run_engine_core(config))
-    except Exception as error:
-        logger.error("EngineCore failed after %.1f s: %s", time.monotonic() - started_s, error)
+    except (HandshakeError, collective.CollectiveError, InjectedDeath, zmq.ZMQError) as error:
+        logger.error("EngineCore died: %s", error)
+        sys.exit(1)
+    except Exception:
+        logger.exception("EngineCore encountered a fatal error.")
         sys.exit(1)
 
 

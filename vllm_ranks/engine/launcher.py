@@ -93,6 +93,7 @@ async def _serve(config: RankConfig, service: ApiService, launch: EngineLaunch, 
     try:
         await asyncio.wait((stopping, failing, engine_exit), return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
+            failing.cancel()
             timeout_s = config.server.shutdown_timeout_s
             logger.info("[shutdown] stopping engines: %s", f"drain {timeout_s:g} s" if timeout_s else "abort")
             # The HTTP server goes on meanwhile: what is new is answered "abort" by draining engines.
