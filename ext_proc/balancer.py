@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from ext_proc.decision import DropReason, Placed, Refused
 from ext_proc.ledger import Ledger, RankAccount, Reservation
 from ext_proc.vocabulary import Pick, PickReason, RequestFacts
 
@@ -32,26 +33,37 @@ class Balancer:
         self._policy = policy
         self._pick_list_length = pick_list_length
 
+    def decide(self, facts: RequestFacts, now_s: float) -> Placed | Refused:
+        """Place a request at once; refuse it if there is no rank that it may go to."""
+        if not any(_may_take(account, facts) for account in self.ledger.accounts):
+            return Refused(503, DropReason.NO_RANK)
+        return Placed(*self.pick_and_reserve(facts, now_s))
+
     def pick_and_reserve(self, facts: RequestFacts, now_s: float) -> tuple[Pick, Reservation]:
         """Choose the ranks for a request and reserve the first of them."""
         pick = self.pick(facts, now_s)
         return pick, self.ledger.reserve(pick.first, facts, now_s)
 
     def pick(self, facts: RequestFacts, now_s: float) -> Pick:
-        """Choose the ranks for a request, reserving nothing.
+        """Choose the ranks for a request, reserving nothing. There must be one that it may go to.
 
         Ranks of groups with a rank that is down are left out, unless that leaves none. Equal costs go to the
         rank picked longest ago. The second choice is in another group where there is one: when the first
         choice cannot be reached, its group is the likely reason.
         """
-        healthy = {group.name for group in self.ledger.groups if self.ledger.is_healthy(group)}
+        healthy = {
+            group.name
+            for group in self.ledger.groups
+            if self.ledger.is_healthy(group)
+            and (facts.subset is None or any(_may_take(account, facts) for account in group.accounts))
+        }
         ranked: list[tuple[float, int, RankAccount]] = sorted(
             (
                 (cost, account.pick_sequence, account)
                 for cost, account in zip(
                     self._policy.costs(facts, self.ledger, now_s), self.ledger.accounts, strict=True
                 )
-                if not healthy or account.rank.group in healthy
+                if (not healthy or account.rank.group in healthy) and _may_take(account, facts)
             ),
             key=lambda entry: entry[:2],
         )
@@ -63,3 +75,7 @@ class Balancer:
             ranks=tuple(order[: self._pick_list_length]),
             reason=self._policy.REASON if healthy else PickReason.NO_HEALTHY_GROUP,
         )
+
+
+def _may_take(account: RankAccount, facts: RequestFacts) -> bool:
+    return facts.subset is None or account.rank in facts.subset

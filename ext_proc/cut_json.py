@@ -7,6 +7,7 @@ middle is dropped, except the text of a string, which is kept as far as it goes.
 from __future__ import annotations
 
 import re
+from collections import deque
 
 MAX_DEPTH = 64
 """Nesting beyond which a text is left as it is; OpenAI requests need about ten."""
@@ -55,15 +56,14 @@ def _complete_part(text: bytes, segment: int, position: int, *, in_object: bool)
         if in_object and not _is_value(text, segment, position):
             return _without_member(text, segment, position)
         return text[: _end_of_characters(text, position + 1)] + b'"'
-    last = None
-    for last in _STRING.finditer(text, segment):
-        pass
-    rest = last.end() if last else segment
+    strings = deque(_STRING.finditer(text, segment), maxlen=1)
+    rest = strings[0].end() if strings else segment
     comma = text.rfind(b",", rest)
     if comma >= 0:
         return text[:comma]
-    if last is None:
+    if not strings:
         return text[:segment]
+    last = strings[0]
     if in_object and (text.find(b":", rest) >= 0 or not _is_value(text, segment, last.start())):
         return _without_member(text, segment, last.start())
     return text[:rest]

@@ -26,6 +26,24 @@ class Rank:
         """`<group>/<index>`, as clients see it in `x-wavegate-rank`."""
         return f"{self.group}/{self.index}"
 
+    @property
+    def address(self) -> str:
+        """The IP address alone, without brackets."""
+        return self.endpoint.rpartition(":")[0].strip("[]")
+
+
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """The ranks among which a gateway lets us choose: the endpoint-picker protocol's subset hint."""
+
+    endpoints: frozenset[str]
+    """`ip:port`."""
+    addresses: frozenset[str]
+    """IP addresses, without brackets, that stand for all their ports."""
+
+    def __contains__(self, rank: Rank) -> bool:
+        return rank.endpoint in self.endpoints or rank.address in self.addresses
+
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
@@ -69,6 +87,8 @@ class RequestFacts:
     """Generation bound the client asked for; `None` when it gave none."""
     n: int = 1
     """Completions asked for per prompt."""
+    subset: Subset | None = None
+    """The ranks it may go to; `None`: any of the pool."""
 
 
 class RankState(StrEnum):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
+from ext_proc.decision import DropReason, Refused
 from ext_proc.ledger import Outcome
-from ext_proc.vocabulary import PickReason
+from ext_proc.vocabulary import PickReason, Rank, RequestFacts, Subset
 from tests.builders import DOWN_AFTER_FAILURES, balancer, group, pool, rank, report, request
 
 
@@ -81,3 +84,35 @@ def test_a_slow_group_gets_fewer_requests_than_a_fast_one() -> None:
         served[pick.first.group] += 1
         under_way.append((now_s + seconds[pick.first.group], reservation))
     assert served["slow"] <= 18
+
+
+def only(*endpoints: str, addresses: Sequence[str] = ()) -> RequestFacts:
+    return replace(request(), subset=Subset(frozenset(endpoints), frozenset(addresses)))
+
+
+def test_a_request_goes_only_where_its_subset_allows() -> None:
+    ledger = pool(group("g0", 3))
+    for _ in range(5):
+        ledger.reserve(rank(2), request(), 0.0)
+    assert balancer(ledger).pick(only(rank(2).endpoint), 0.0).ranks == (rank(2),)
+
+
+def test_a_subset_whose_groups_are_all_down_is_still_served() -> None:
+    ledger = pool([*group("a", 2), *group("b", 2)])
+    for _ in range(DOWN_AFTER_FAILURES):
+        ledger.record_failed_scrape(rank(1, group="a"))
+    pick = balancer(ledger).pick(only(rank(0, group="a").endpoint), 0.0)
+    assert pick.ranks == (rank(0, group="a"),)
+    assert pick.reason is PickReason.NO_HEALTHY_GROUP
+
+
+def test_a_request_that_may_go_nowhere_is_refused_and_reserves_nothing() -> None:
+    ledger = pool(group("g0", 2))
+    assert balancer(ledger).decide(only("203.0.113.1:1"), 0.0) == Refused(503, DropReason.NO_RANK)
+    assert balancer(pool([])).decide(request(), 0.0) == Refused(503, DropReason.NO_RANK)
+    assert ledger.loads(0.0) == [0.0, 0.0]
+
+
+def test_an_address_in_a_subset_stands_for_all_its_ports() -> None:
+    ranks = [Rank("g0", 0, "[::1]:8000"), Rank("g0", 1, "[::1]:8001"), Rank("g0", 2, "10.0.0.1:8000")]
+    assert set(balancer(pool(ranks)).pick(only(addresses=["::1"]), 0.0).ranks) == set(ranks[:2])
