@@ -6,14 +6,23 @@ request is then balanced by load and the rank answers it. Must never change the 
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from ext_proc.cut_json import complete
+from ext_proc.decision import DropReason
 from ext_proc.vocabulary import CallKind, RequestFacts
 
 UTF8_BYTES_PER_TOKEN = 4
 """Estimate for text whose tokenizer is unknown: about four bytes of UTF-8 a token, in most languages."""
+
+PREFIX_BYTES = 128 * 1024
+"""How much of a body that was cut off is read."""
+
+_CUT_IN_MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*+\\?\Z', re.DOTALL)
 
 _KIND_BY_PATH_SUFFIX = {
     "/chat/completions": CallKind.CHAT,
@@ -23,7 +32,7 @@ _KIND_BY_PATH_SUFFIX = {
 }
 
 
-class _Body(msgspec.Struct):
+class BodyFields(msgspec.Struct):
     """The fields wavegate reads; `Any`, since a value of the wrong type must not hide the others."""
 
     model: Any = None
@@ -33,13 +42,22 @@ class _Body(msgspec.Struct):
     max_output_tokens: Any = None
     n: Any = None
     prompt: Any = None
+    prompt_embeds: Any = None
     messages: Any = None
     input: Any = None
     instructions: Any = None
     tools: msgspec.Raw = msgspec.Raw()
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(BodyFields)
+
+_PROMPT_FIELDS = {
+    CallKind.CHAT: ("messages",),
+    CallKind.COMPLETION: ("prompt", "prompt_embeds"),
+    CallKind.EMBEDDING: ("input", "messages"),
+    CallKind.RESPONSE: ("input", "prompt"),
+}
+"""Of these at least one must be there."""
 
 
 def call_kind(path: str) -> CallKind:
@@ -59,10 +77,66 @@ def read_facts(path: str, body: bytes, request_id: str) -> RequestFacts:
         body: whole request body.
         request_id: the gateway's id of the request (`x-request-id`).
     """
+    return facts_of(call_kind(path), parse(body), request_id)
+
+
+def read_facts_of_prefix(
+    path: str, prefix: bytes, request_id: str, total_bytes: int | None = None
+) -> RequestFacts:
+    """The facts of a request of whose body only the first part is known.
+
+    What the rest of the body holds is taken to be like the part that is known: the length of the prompt is
+    scaled up to `total_bytes`, or is that of the known part if the body's length is not known either.
+    """
+    known = prefix[:PREFIX_BYTES]
+    facts = read_facts(path, complete(known), request_id)
+    if _CUT_IN_MODEL.search(known, max(0, len(known) - 512)):
+        facts = replace(facts, model=None)
+    if total_bytes is None or total_bytes <= len(known):
+        total_bytes = max(len(prefix), 1)
+    return replace(
+        facts,
+        prompt_chars=facts.prompt_chars * total_bytes // max(len(known), 1),
+        prompt_tokens=facts.prompt_tokens * total_bytes // max(len(known), 1),
+    )
+
+
+def facts_without_body(path: str, request_id: str, total_bytes: int | None) -> RequestFacts:
+    """The facts of a request of whose body nothing is known but its length.
+
+    The prompt is most of a body that calls one of the APIs, so the body's length stands for the prompt's.
+    """
     kind = call_kind(path)
+    if kind is CallKind.OTHER or total_bytes is None:
+        return RequestFacts(kind=kind, request_id=request_id)
+    return RequestFacts(kind=kind, request_id=request_id, prompt_tokens=total_bytes // UTF8_BYTES_PER_TOKEN)
+
+
+def parse(body: bytes) -> BodyFields | None:
+    """The fields of a body; `None` if it is no JSON object."""
     try:
-        fields = _decoder.decode(body)
+        return _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def fault_of(kind: CallKind, fields: BodyFields | None) -> DropReason | None:
+    """What is missing in a body that calls `kind`, so that no rank could serve it; `None`: nothing."""
+    needed = _PROMPT_FIELDS.get(kind)
+    if needed is None:
+        return None
+    if fields is None:
+        return DropReason.MALFORMED_BODY
+    if not isinstance(fields.model, str) or not fields.model:
+        return DropReason.NO_MODEL
+    if all(getattr(fields, name) is None for name in needed):
+        return DropReason.NO_PROMPT
+    return None
+
+
+def facts_of(kind: CallKind, fields: BodyFields | None, request_id: str) -> RequestFacts:
+    """The facts that the fields of a body tell."""
+    if fields is None:
         return RequestFacts(kind=kind, request_id=request_id)
     chars, tokens = _prompt_length(fields)
     return RequestFacts(
@@ -83,7 +157,7 @@ def _positive_int(value: object) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _prompt_length(fields: _Body) -> tuple[int, int]:
+def _prompt_length(fields: BodyFields) -> tuple[int, int]:
     """Characters of all prompt text, and tokens: given token ids counted, text estimated."""
     length = _Length()
     length.add_tool_definitions(bytes(fields.tools))

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ext_proc.facts import call_kind, read_facts
+from ext_proc.decision import DropReason
+from ext_proc.facts import (
+    PREFIX_BYTES,
+    call_kind,
+    facts_without_body,
+    fault_of,
+    parse,
+    read_facts,
+    read_facts_of_prefix,
+)
 from ext_proc.vocabulary import CallKind, RequestFacts
 
 CHAT = "/v1/chat/completions"
@@ -127,3 +136,95 @@ def test_text_is_never_estimated_at_nothing(prompt: str) -> None:
     # ASCII escapes keep lone surrogates, which JSON may carry and UTF-8 may not.
     facts = read_facts(COMPLETIONS, json.dumps({"prompt": prompt}).encode(), "r")
     assert 1 <= facts.prompt_tokens <= max(1, len(prompt))
+
+
+def test_a_cut_off_chat_request_is_read_as_far_as_it_goes() -> None:
+    body = (
+        b'{"model": "m", "stream": true, "max_tokens": 7, "messages": [{"role": "user", "content": "abcdefgh'
+    )
+    assert read_facts_of_prefix(CHAT, body, "r") == RequestFacts(
+        kind=CallKind.CHAT,
+        request_id="r",
+        model="m",
+        stream=True,
+        prompt_chars=8,
+        prompt_tokens=2,
+        max_tokens=7,
+    )
+
+
+def test_a_model_name_that_was_cut_off_is_no_model() -> None:
+    for body in (b'{"model": "meta-lla', b'{"model": "a\\"b', b'{"model": "a\\'):
+        assert read_facts_of_prefix(CHAT, body, "r").model is None
+
+
+def test_the_unknown_rest_of_a_body_is_taken_to_be_like_the_known_part() -> None:
+    prompt = "abcd" * 50_000
+    whole = json.dumps({"model": "m", "prompt": prompt}).encode()
+    facts = read_facts_of_prefix(COMPLETIONS, whole[:100_000], "r", total_bytes=len(whole))
+    assert facts.prompt_tokens == pytest.approx(50_000, rel=0.01)
+
+
+def test_token_ids_of_a_cut_off_body_are_scaled_too() -> None:
+    whole = json.dumps({"model": "m", "prompt": [12345] * 40_000}).encode()
+    facts = read_facts_of_prefix(COMPLETIONS, whole[:50_000], "r", total_bytes=len(whole))
+    assert facts.prompt_tokens == pytest.approx(40_000, rel=0.01)
+
+
+def test_no_more_than_a_bounded_part_of_a_cut_off_body_is_read() -> None:
+    body = b'{"prompt": "' + b"abcd" * PREFIX_BYTES
+    facts = read_facts_of_prefix(COMPLETIONS, body, "r")
+    assert facts.prompt_tokens == pytest.approx(PREFIX_BYTES, rel=0.01)
+
+
+def test_without_a_body_its_length_stands_for_the_prompt() -> None:
+    assert facts_without_body(CHAT, "r", 4_000).prompt_tokens == 1_000
+    assert facts_without_body(CHAT, "r", None).prompt_tokens == 0
+    assert facts_without_body("/tokenize", "r", 4_000).prompt_tokens == 0
+
+
+@given(
+    st.text(min_size=1, max_size=50),
+    st.booleans(),
+    st.text(max_size=300),
+    st.booleans(),
+    st.data(),
+)
+def test_a_prefix_never_tells_more_than_the_whole(
+    model: str, stream: bool, prompt: str, ascii_only: bool, data: st.DataObject
+) -> None:
+    body = {"model": model, "stream": stream, "max_tokens": 5, "prompt": prompt}
+    whole = json.dumps(body, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    cut = whole[: data.draw(st.integers(0, len(whole)))]
+    facts, of_whole = read_facts_of_prefix(COMPLETIONS, cut, "r"), read_facts(COMPLETIONS, whole, "r")
+    assert facts.model in (None, model)
+    assert facts.stream in (False, stream)
+    assert facts.max_tokens in (None, 5)
+    assert facts.prompt_tokens <= of_whole.prompt_tokens
+    if len(cut) == len(whole):
+        assert facts == of_whole
+
+
+@given(st.binary(), st.integers(0, 1 << 40) | st.none())
+def test_no_bytes_break_the_reading_of_a_prefix(body: bytes, total_bytes: int | None) -> None:
+    assert read_facts_of_prefix(CHAT, body, "r", total_bytes).prompt_tokens >= 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "fault"),
+    [
+        (CHAT, b'{"model":"m","messages":[]}', None),
+        (CHAT, b"no healthy upstream", DropReason.MALFORMED_BODY),
+        (CHAT, b"[]", DropReason.MALFORMED_BODY),
+        (CHAT, b'{"messages":[]}', DropReason.NO_MODEL),
+        (CHAT, b'{"model":7,"messages":[]}', DropReason.NO_MODEL),
+        (CHAT, b'{"model":"m","prompt":"p"}', DropReason.NO_PROMPT),
+        (COMPLETIONS, b'{"model":"m","prompt_embeds":"AA=="}', None),
+        (COMPLETIONS, b'{"model":"m","messages":[]}', DropReason.NO_PROMPT),
+        ("/v1/embeddings", b'{"model":"m","input":["a"]}', None),
+        ("/v1/responses", b'{"model":"m"}', DropReason.NO_PROMPT),
+        ("/v1/audio/transcriptions", b"--boundary", None),
+    ],
+)
+def test_a_body_that_no_rank_could_serve_has_a_fault(path: str, body: bytes, fault: DropReason) -> None:
+    assert fault_of(call_kind(path), parse(body)) is fault
