@@ -14,10 +14,10 @@ from rich.markup import escape
 
 from gateway.config import Config, endpoint
 from gateway.demo_drive import demo_requests, drive
-from gateway.demo_view import live_rank_table, problems_of, show_result, summary
+from gateway.demo_view import live_rank_table, problems_of, show_heading, show_result, summary
+from gateway.deployment import run_deployment
 from gateway.progress import Progress
 from gateway.run_folder import RunFolder
-from gateway.supervisor import supervised
 
 REQUESTS_PER_RANK = 8
 MIN_REQUESTS = 32
@@ -40,19 +40,15 @@ class Demo:
 
     async def run(self, folder: RunFolder) -> None:
         """Start, drive, serve until Ctrl-C, stop."""
-        progress = Progress(self._console)
-        progress.note(
-            f"{_count(len(self._config.groups), 'group')} of embedded ranks, the gateway and Envoy; "
-            f"logs in {folder.path}/logs"
-        )
-        await supervised(self._config, folder, progress, self._work)
+        await run_deployment(self._config, folder, Progress(self._console), self._work)
 
     async def _work(self) -> None:
         ranks = [rank.name for rank in self._config.ranks()]
         requests = demo_requests(max(MIN_REQUESTS, REQUESTS_PER_RANK * len(ranks)))
         concurrency = CONCURRENCY_PER_RANK * len(ranks)
         self._console.print(f"\n{len(requests)} requests through {self._url}, {concurrency} at a time\n")
-        async with live_rank_table(self._console, self._admin_url):
+        show_heading(self._console)
+        async with live_rank_table(self._console, self._admin_url, is_kept=self._exit_after):
             results = await drive(
                 self._url,
                 self._config.groups[0].model,
@@ -73,14 +69,12 @@ class Demo:
             soft_wrap=True,
             markup=False,
         )
-        async with live_rank_table(self._console, self._admin_url):
+        async with live_rank_table(self._console, self._admin_url, is_kept=True):
             await asyncio.Event().wait()
 
 
 def _curl(url: str, model: str) -> str:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16})
+    body = json.dumps(
+        {"model": model, "messages": [{"role": "user", "content": "Hello"}]}, separators=(",", ":")
+    )
     return f"curl -i {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 
@@ -21,38 +21,45 @@ from gateway.status_client import StatusError, parse_status, read_status, status
 TABLE_INTERVAL_S = 0.25
 
 
+def show_heading(console: Console) -> None:
+    """What the columns of `show_result` are."""
+    console.print(f"[bold]#    {'call':<20} tokens in → out  rank      took  first token[/bold]")
+
+
 def show_result(console: Console, result: DemoResult) -> None:
     """One line for one finished request."""
     request = result.request
     what = f"#{request.number:<3} {request.kind:<20}"
     if result.error is not None:
         line = f"{what} failed after {result.total_s:.1f} s: {result.error}"
-        console.print(f"[red]{escape(line)}[/red]", highlight=False, soft_wrap=True)
+        console.print(f"[red]{escape(line)}[/red]", soft_wrap=True)
         return
-    first = "" if result.first_token_s is None else f"first after {result.first_token_s:.2f} s"
+    first = "" if result.first_token_s is None else f"{result.first_token_s:9.2f} s"
     console.print(
-        f"{what} {result.prompt_tokens:>6,} → {result.completion_tokens:>3} tokens  "
+        f"{what} {result.prompt_tokens:>9,} → {result.completion_tokens:<3}  "
         f"[bold cyan]{escape(result.rank or ''):<6}[/bold cyan] {result.total_s:5.2f} s  [dim]{first}[/dim]",
-        highlight=False,
         soft_wrap=True,
     )
 
 
 @asynccontextmanager
-async def live_rank_table(console: Console, admin_url: str) -> AsyncIterator[None]:
-    """Keep the rank table up to date at the bottom of a terminal; print it once, at the end, elsewhere."""
+async def live_rank_table(console: Console, admin_url: str, *, is_kept: bool) -> AsyncIterator[None]:
+    """Keep the rank table up to date at the bottom of a terminal, and leave it there at the end if `is_kept`.
+
+    Elsewhere than in a terminal a table that is kept is printed once, at the end.
+    """
     async with status_session() as session:
 
         async def refresh(live: Live) -> None:
             while True:
                 try:
                     status = parse_status(await read_status(session, admin_url))
-                    live.update(rank_table(status, width=console.width), refresh=True)
+                    live.update(Group("", rank_table(status, width=console.width)), refresh=True)
                 except StatusError:
                     pass  # the supervisor says why, and brings the gateway back
                 await asyncio.sleep(TABLE_INTERVAL_S)
 
-        with Live("", console=console, auto_refresh=False) as live:
+        with Live("", console=console, auto_refresh=False, transient=not is_kept) as live:
             refreshing = asyncio.create_task(refresh(live))
             try:
                 yield

@@ -29,7 +29,7 @@ class LogFile:
         self._file = self._open()
 
     def _open(self) -> BinaryIO:
-        if self.path.exists():
+        if self.path.is_file():  # never rename what is no ordinary file, such as a device
             self.path.replace(self.path.with_name(f"{self.path.name}.1"))
         self._written_bytes = 0
         return self.path.open("wb", buffering=0)

@@ -34,7 +34,7 @@ class UnitPlan:
     name: str
     processes: tuple[ProcessPlan, ...]
     serves: str
-    """Where it can be reached, for people."""
+    """What it is and where it can be reached, for people."""
     ready_timeout_s: float
     stop_timeout_s: float
     """From SIGTERM to SIGKILL."""
@@ -64,7 +64,7 @@ def plan(config: Config, folder: RunFolder, envoy_binary: Path) -> Plan:
 
 
 def _embedded_group(group: EmbeddedGroup) -> UnitPlan:
-    first, last = group.port, group.port + group.data_parallel_size - 1
+    last = group.port + group.data_parallel_size - 1
     ranks = group.ranks()
     return UnitPlan(
         name=f"group {group.name}",
@@ -74,7 +74,9 @@ def _embedded_group(group: EmbeddedGroup) -> UnitPlan:
             )
             for rank in ranks
         ),
-        serves=f"http://{ranks[0].endpoint}" if first == last else f"http://{ranks[0].endpoint} to :{last}",
+        serves=f"{len(ranks)} ranks on http://{ranks[0].endpoint} to :{last}"
+        if len(ranks) > 1
+        else f"1 rank on http://{ranks[0].endpoint}",
         ready_timeout_s=120.0,
         stop_timeout_s=10.0,
     )
@@ -100,7 +102,7 @@ def _gateway(config: Config, folder: RunFolder) -> UnitPlan:
         processes=(
             ProcessPlan("gateway", (*WAVEGATE, "gateway", "-c", str(folder.config_path)), f"{admin}/readyz"),
         ),
-        serves=f"{admin}/status, ext_proc on {settings.ext_proc_listen}",
+        serves=f"admin {admin}, ext_proc {settings.ext_proc_listen}",
         ready_timeout_s=60.0,
         stop_timeout_s=settings.drain_timeout_s + 5.0,
     )
@@ -113,7 +115,7 @@ def _envoy(config: Config, folder: RunFolder, binary: Path) -> UnitPlan:
     return UnitPlan(
         name="Envoy",
         processes=(ProcessPlan("envoy", tuple(command), f"{admin}/ready"),),
-        serves=f"http://{endpoint(settings.host, settings.port)}",
+        serves=f"ready on http://{endpoint(settings.host, settings.port)}",
         ready_timeout_s=60.0,
         stop_timeout_s=10.0,
     )

@@ -1,24 +1,17 @@
-"""Starts what a configuration asks for on this machine, keeps it running, and stops it in order.
+"""Keeps the units of a deployment running on this machine, and stops them in order.
 
-Order of start: ranks, gateway, Envoy. Order of stop: no new requests, drain, Envoy, gateway, ranks.
-Must never look into requests, and must never leave a process behind.
+They start in the order given and stop in the reverse one, after a drain. Must never look into requests, know
+what a unit does, or leave a process behind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 
-import yaml
-
-from gateway import envoy_admin
-from gateway.config import Config, endpoint
-from gateway.envoy_config import render, to_yaml
-from gateway.envoy_process import EnvoyError, locate
-from gateway.plan import plan, reachable
-from gateway.ports import port_problems
+from gateway.plan import UnitPlan
 from gateway.progress import Progress
 from gateway.run_folder import RunFolder
 from gateway.unit import Unit, UnitFailed
@@ -28,9 +21,9 @@ MAX_BACKOFF_S = 30.0
 STABLE_AFTER_S = 60.0
 """A unit that has run this long before it fails is restarted with the first backoff again."""
 
-
-class StartFailed(Exception):
-    """The deployment did not start; everything that had been started is stopped. The message says why."""
+Drain = Callable[[], Awaitable[None]]
+"""Stops the flow of new work and waits for the work under way; called while everything still runs."""
+Work = Callable[[], Awaitable[None]]
 
 
 class StopRequest:
@@ -47,63 +40,53 @@ class StopRequest:
         self.requested.set()
 
 
-@contextmanager
-def _stop_on_signals() -> Iterator[StopRequest]:
-    """Turn signals into a StopRequest for as long as the block lasts."""
-    stop = StopRequest()
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in signals:
-        loop.add_signal_handler(number, stop.signal)
-    try:
-        yield stop
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-
 class Supervisor:
     """One deployment, from start to stop."""
 
-    def __init__(self, config: Config, folder: RunFolder, progress: Progress) -> None:
-        """Prepare the deployment; nothing is started or written yet. Raises StartFailed without Envoy."""
-        self._config = config
-        self._folder = folder
+    def __init__(
+        self, units: Sequence[UnitPlan], folder: RunFolder, progress: Progress, drain: Drain
+    ) -> None:
+        self._units = [Unit(plan, folder) for plan in units]
         self._progress = progress
-        try:
-            planned = plan(config, folder, locate(config.envoy.binary))
-        except EnvoyError as error:
-            raise StartFailed(str(error)) from None
-        self._units = [Unit(unit_plan, folder) for unit_plan in planned.units]
+        self._drain = drain
         self._is_serving = False
 
-    async def start(self) -> None:
-        """Check the ports, write the configurations, start all units in order. Raises StartFailed."""
-        if problems := port_problems(self._config.listeners()):
-            raise StartFailed("\n".join(problems))
-        data = self._config.model_dump(mode="json")
-        self._folder.write_config(yaml.safe_dump(data, sort_keys=False))
-        self._folder.write_envoy_config(to_yaml(render(self._config)))
-        try:
-            for unit in self._units:
-                await self._start_unit(unit)
-        except UnitFailed as error:
-            raise StartFailed(str(error)) from None
+    async def run(self, work: Work) -> None:
+        """Start all units, do `work` while they are kept running, stop them, whatever happened.
+
+        The first SIGINT, SIGTERM or SIGHUP cancels `work`; a further one kills all processes at once.
+
+        Raises:
+            UnitFailed: a unit did not start. Nothing is left running.
+        """
+        with _stop_on_signals() as stop:
+            try:
+                await _cancelled_by(stop.requested, self._start())
+                if not stop.requested.is_set():
+                    await _cancelled_by(stop.requested, self._while_kept_running(work))
+            finally:
+                await self._stop(stop.hurry)
+
+    async def _start(self) -> None:
+        for unit in self._units:
+            await self._start_unit(unit)
         self._is_serving = True
 
     async def _start_unit(self, unit: Unit) -> None:
         count = len(unit.plan.processes)
         with self._progress.step(unit.plan.name) as step:
             await unit.start(lambda ready: step.show(f"{ready} of {count} ready") if count > 1 else None)
-            step.done(f"{f'{count} ranks' if count > 1 else 'ready'} on {unit.plan.serves}")
+            step.done(unit.plan.serves)
 
-    async def keep_running(self) -> None:
-        """Restart whatever fails, until cancelled."""
+    async def _while_kept_running(self, work: Work) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for unit in self._units:
-                tasks.create_task(self._keep(unit))
+            keeping = [tasks.create_task(self._keep(unit)) for unit in self._units]
+            await work()
+            for task in keeping:
+                task.cancel()
 
     async def _keep(self, unit: Unit) -> None:
+        """Restart the unit, whole, whenever it loses a process; until cancelled."""
         loop = asyncio.get_running_loop()
         backoff_s = FIRST_BACKOFF_S
         while True:
@@ -125,8 +108,7 @@ class Supervisor:
             return error
         return None
 
-    async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain, then stop all units in reverse order; at once when `hurry` is set."""
+    async def _stop(self, hurry: asyncio.Event) -> None:
         stopping = asyncio.create_task(self._stop_in_order())
         await _first_of(stopping, hurry)
         if not stopping.done():
@@ -147,42 +129,19 @@ class Supervisor:
                 await unit.stop()
             step.done("nothing is left running")
 
-    async def _drain(self) -> None:
-        settings = self._config.envoy
-        admin_url = f"http://{endpoint(reachable(settings.admin_host), settings.admin_port)}"
-        timeout_s = self._config.gateway.drain_timeout_s
-        with self._progress.step("draining") as step:
-            left = await envoy_admin.drain(
-                admin_url, timeout_s, lambda active: step.show(f"{active} requests under way")
-            )
-            step.done(f"{left} requests cut after {timeout_s:g} s" if left else "no request is under way")
 
-
-async def supervised(
-    config: Config, folder: RunFolder, progress: Progress, work: Callable[[], Awaitable[None]]
-) -> None:
-    """Start a deployment, do `work` while it is kept running, stop it in order, whatever happened.
-
-    The first SIGINT, SIGTERM or SIGHUP cancels `work`; a further one ends all processes at once.
-
-    Raises:
-        StartFailed: it did not start; nothing is left running.
-    """
-    supervisor = Supervisor(config, folder, progress)
-    with _stop_on_signals() as stop:
-        try:
-            await _cancelled_by(stop.requested, supervisor.start())
-            if not stop.requested.is_set():
-                await _cancelled_by(stop.requested, _while_kept(supervisor, work))
-        finally:
-            await supervisor.stop(stop.hurry)
-
-
-async def _while_kept(supervisor: Supervisor, work: Callable[[], Awaitable[None]]) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        keeping = tasks.create_task(supervisor.keep_running())
-        await work()
-        keeping.cancel()
+@contextmanager
+def _stop_on_signals() -> Iterator[StopRequest]:
+    stop = StopRequest()
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in signals:
+        loop.add_signal_handler(number, stop.signal)
+    try:
+        yield stop
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
 
 
 async def _cancelled_by(event: asyncio.Event, work: Coroutine[None, None, None]) -> None:

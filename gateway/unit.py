@@ -32,41 +32,67 @@ class UnitFailed(Exception):
     """A unit did not start, or lost a process; the message has the last log lines and where the log is."""
 
 
+class _Output(asyncio.Protocol):
+    """Copies what a process and its offspring write to its log."""
+
+    def __init__(self, log: LogFile) -> None:
+        self._log = log
+        self._transport: asyncio.BaseTransport | None = None
+        self.ended = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._log.write(data)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self.ended.set()
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._transport is not None:
+            self._transport.close()
+
+
 class ChildProcess:
     """One running process; its output goes to its log. It dies with this one, whatever happens."""
 
-    def __init__(self, plan: ProcessPlan, process: asyncio.subprocess.Process, log: LogFile) -> None:
+    def __init__(
+        self, plan: ProcessPlan, process: asyncio.subprocess.Process, log: LogFile, output: _Output
+    ) -> None:
         self.plan = plan
+        self.is_ready = False
         self._process = process
         self._log = log
-        self.is_ready = False
+        self._output = output
         self.exited = asyncio.create_task(self._wait())
         """Done when the process has ended; its result is when, on the event loop's clock."""
-        self._copying = asyncio.create_task(self._copy_output())
 
     @classmethod
     async def start(cls, plan: ProcessPlan, log: LogFile) -> ChildProcess:
         """Start it in a session of its own: a terminal's Ctrl-C reaches only the supervisor."""
         wrapper = (sys.executable, "-P", "-m", "vllm_ranks.engine.processes", str(os.getpid()), "--")
-        process = await asyncio.create_subprocess_exec(
-            *wrapper,
-            *plan.command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-        return cls(plan, process, log)
+        # A pipe of our own: asyncio's would keep `wait` from returning while offspring holds it open.
+        read_end, write_end = os.pipe()
+        output = _Output(log)
+        try:
+            await asyncio.get_running_loop().connect_read_pipe(lambda: output, os.fdopen(read_end, "rb"))
+            process = await asyncio.create_subprocess_exec(
+                *wrapper,
+                *plan.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=write_end,
+                start_new_session=True,
+            )
+        finally:
+            os.close(write_end)
+        return cls(plan, process, log, output)
 
     async def _wait(self) -> float:
         await self._process.wait()
         return asyncio.get_running_loop().time()
-
-    async def _copy_output(self) -> None:
-        output = self._process.stdout
-        assert output is not None
-        while data := await output.read(1 << 16):
-            self._log.write(data)
 
     def signal(self, number: int) -> None:
         """Signal the process, unless it has ended."""
@@ -84,10 +110,15 @@ class ChildProcess:
             pass  # nobody is left in its session
 
     async def close(self) -> None:
-        """Wait for the last output of a process that has ended; what outlived it is killed."""
+        """Kill what is left of the process and what it started, and wait for its last output."""
         self.kill_session()
-        await asyncio.wait([self.exited, self._copying], timeout=KILL_WAIT_S)
-        self._copying.cancel()
+        try:
+            async with asyncio.timeout(KILL_WAIT_S):
+                await self.exited
+                await self._output.ended.wait()
+        except TimeoutError:
+            pass  # stuck in the kernel, or offspring in a session of its own: nothing more can be done
+        self._output.close()
         self._log.close()
 
     def account(self) -> str:
@@ -131,7 +162,8 @@ class Unit:
                 raise loss.result()
             if not ready.done():
                 waiting = next(child for child in self._children if not child.is_ready)
-                raise UnitFailed(f"not ready within {self.plan.ready_timeout_s:g} s: {waiting.account()}")
+                url, limit_s = waiting.plan.ready_url, self.plan.ready_timeout_s
+                raise UnitFailed(f"no answer from {url} within {limit_s:g} s: {waiting.account()}")
             ready.result()
         finally:
             ready.cancel()

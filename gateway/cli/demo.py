@@ -12,9 +12,9 @@ from rich.console import Console
 
 from gateway.cli.options import fail
 from gateway.config import Config, EnvoySection, GatewaySection, endpoint, split_endpoint
+from gateway.deployment import StartFailed
 from gateway.ports import port_problems
 from gateway.run_folder import DEFAULT_RUN_FOLDER, RunFolderError, locked_run_folder
-from gateway.supervisor import StartFailed
 
 MODEL = "wavegate-embedded"
 FIRST_RANK_PORT = 8100
@@ -48,11 +48,16 @@ def demo(
     config = demo_config(groups=groups, ranks=ranks, port_offset=port_offset)
     if problems := port_problems(config.listeners(), remedy=lambda _listener: _move(groups, ranks)):
         fail("\n".join(problems))
-    from gateway.demo import Demo
-
-    session = Demo(config, Console(highlight=False), exit_after)
+    console = Console(highlight=False)
     try:
         with locked_run_folder(run_dir) as folder:
+            console.print(
+                f"{groups} × {ranks} embedded ranks (a development engine; production is vllm serve), the "
+                f"gateway, Envoy. Logs: {folder.path}/logs"
+            )
+            from gateway.demo import Demo
+
+            session = Demo(config, console, exit_after)
             asyncio.run(session.run(folder))
     except (RunFolderError, StartFailed) as error:
         fail(str(error))

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_config
 from gateway.config import Config, endpoint
+from gateway.deployment import StartFailed, run_deployment
 from gateway.progress import Progress
 from gateway.run_folder import DEFAULT_RUN_FOLDER, RunFolder, RunFolderError, locked_run_folder
-from gateway.supervisor import StartFailed, supervised
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -45,4 +45,4 @@ async def _run(config: Config, folder: RunFolder, progress: Progress) -> None:
         )
         await asyncio.Event().wait()
 
-    await supervised(config, folder, progress, serve)
+    await run_deployment(config, folder, progress, serve)

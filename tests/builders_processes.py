@@ -1,0 +1,112 @@
+"""Small real child processes for tests of the supervisor, and whether processes are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from gateway.plan import ProcessPlan, UnitPlan
+
+SERVER = textwrap.dedent(
+    """
+    import http.server, os, signal, subprocess, sys, threading, time
+
+    name, port, journal = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    options = dict(option.split("=") for option in sys.argv[4:])
+
+    def write(what, pid=os.getpid()):
+        with open(journal, "a") as file:
+            file.write(f"{what} {name} {pid}\\n")
+
+    def on_sigterm(*_):
+        write("stopped")
+        if "stubborn" not in options:
+            os._exit(0)
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(503 if "unready" in options else 200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    write("started")
+    print(f"{name} says hello", flush=True)
+    if "offspring" in options:
+        write("started", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]).pid)
+    if "dies_at_start" in options:
+        print(f"{name} cannot go on", file=sys.stderr, flush=True)
+        os._exit(3)
+    if "dies_after_s" in options:
+        threading.Timer(float(options["dies_after_s"]), os._exit, (4,)).start()
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Answer).serve_forever()
+    """
+)
+"""A process that answers HTTP and keeps a journal of its starts and stops."""
+
+
+class Journal:
+    """What the children wrote about themselves, in order."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def entries(self, what: str) -> list[str]:
+        """Names of the processes that `started` or `stopped`, in order."""
+        return [name for kind, name, _pid in self._lines() if kind == what]
+
+    def pids(self, name: str | None = None) -> list[int]:
+        """Ids of all processes that ever started, or of those with this name."""
+        return [int(pid) for kind, who, pid in self._lines() if kind == "started" and name in (None, who)]
+
+    def _lines(self) -> list[list[str]]:
+        return [line.split() for line in self.path.read_text().splitlines()] if self.path.exists() else []
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def process(name: str, journal: Journal, **options: object) -> ProcessPlan:
+    """A process called `name`; options: unready, stubborn, offspring, dies_at_start, dies_after_s."""
+    port = free_port()
+    arguments = [name, str(port), str(journal.path), *(f"{key}={value}" for key, value in options.items())]
+    return ProcessPlan(name, (sys.executable, "-c", SERVER, *arguments), f"http://127.0.0.1:{port}/")
+
+
+def unit(
+    name: str, *processes: ProcessPlan, ready_timeout_s: float = 30.0, stop_timeout_s: float = 20.0
+) -> UnitPlan:
+    """A unit of these processes."""
+    return UnitPlan(name, processes, f"{name} is up", ready_timeout_s, stop_timeout_s)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie that waits for an indifferent init."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def running(pids: Iterable[int]) -> list[int]:
+    """Those that still run."""
+    return [pid for pid in pids if is_running(pid)]
+
+
+async def eventually(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:
+    """Return as soon as `condition` holds; fail if it does not in time."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.02)
