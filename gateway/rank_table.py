@@ -18,12 +18,13 @@ RIGHT_ALIGNED = ("running", "waiting", "KV use", "reserved", "report age", "wave
 
 def rank_table(status: Status, *, width: int) -> Table:
     """One line for each rank, a gap between groups; addresses only where `width` columns have room."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    has_room = width >= WIDTH_WITH_ADDRESSES
+    table = Table(box=None, header_style="bold", padding=(0, 2 if has_room else 1, 0, 0))
     table.add_column("rank", no_wrap=True)
     table.add_column("state", no_wrap=True, min_width=9)
     for name in RIGHT_ALIGNED:
         table.add_column(name, justify="right", no_wrap=True)
-    if has_room := width >= WIDTH_WITH_ADDRESSES:
+    if has_room:
         table.add_column("address", no_wrap=True)
     healthy = {group.name: group.healthy for group in status.groups}
     previous: str | None = None
