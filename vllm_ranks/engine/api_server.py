@@ -28,6 +28,8 @@ from vllm_ranks.engine.version import NOTICE, SERVER_HEADER, VERSION
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
+CUT_AFTER_S = 0.01
+"""Time for handlers to end once the server stops: connections are cut, as by vLLM. 0 means no limit."""
 
 
 class ApiServer:
@@ -73,7 +75,7 @@ class ApiServer:
             self.app,
             handler_cancellation=True,  # a client that has gone must free the engine at once
             access_log=None,
-            shutdown_timeout=0.0,
+            shutdown_timeout=CUT_AFTER_S,
         )
         await runner.setup()
         await web.SockSite(runner, listener, backlog=2_048).start()

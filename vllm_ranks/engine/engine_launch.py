@@ -73,6 +73,8 @@ class EngineLaunch:
         handshake_address, own_address = self._handshake_addresses()
         try:
             router = open_socket(context, zmq.ROUTER, bind=own_address or handshake_address)
+            # Without this ZMQ drops a second engine of the same rank, and nobody learns of the mistake.
+            router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         except zmq.ZMQError as error:
             raise LaunchError(
                 f"cannot listen for the engines' handshake on {own_address or handshake_address}: "

@@ -134,6 +134,7 @@ class EngineLoop:
         """
         while True:
             await self._handle_inputs()
+            await self._send_wave_messages()
             await self._hang()
             if self._shutdown_state is ShutdownState.REQUESTED:
                 await self._begin_shutdown()
@@ -161,7 +162,11 @@ class EngineLoop:
         await self._publish_queue_stats()
         if core.agreement_due:
             core.agree(await self._executor.any_rank_unfinished(core.has_unfinished))
-        for message in core.take_messages():
+        await self._send_wave_messages()
+
+    async def _send_wave_messages(self) -> None:
+        """To be called before every wait: whom they wake may be who is waited for."""
+        for message in self._core.take_messages():
             match message:
                 case WaveStarted(wave):
                     await self._tell_coordinator(wire.EngineCoreOutputs(start_wave=wave))

@@ -95,8 +95,10 @@ async def run_engine_core(config: EngineProcessConfig) -> None:
                 await inputs[-1].send(ready)
             coordinator = await _subscribe(context, addresses, rank)  # 4b
             if coordinator is not None:  # 4d
-                await _wait_for_coordinator(coordinator)
+                await _wait_for_coordinator(coordinator, group)
                 inputs.append(coordinator)
+            if group is not None:
+                group.on_peer_death = parallel.on_peer_death
         # Step 5: leaving the handshakes sent READY.
         await _run(loop, inputs, group, publisher)
 
@@ -155,7 +157,7 @@ async def _join_group(
         port=_port(parameters),
         listener=None if config.collective_fd is None else socket.socket(fileno=config.collective_fd),
         timeout_s=parallel.cpu_distributed_timeout_s,
-        on_peer_death=parallel.on_peer_death,
+        on_peer_death="exit",  # a group that is not complete yet cannot hang in a step
     )
 
 
@@ -230,11 +232,23 @@ async def _subscribe(context: Context, addresses: wire.EngineAddresses, rank: in
     return socket
 
 
-async def _wait_for_coordinator(socket: Socket) -> None:
-    """No engine is ready before all are: the coordinator's READY follows the last subscription."""
-    while not await socket.poll(READY_LOG_INTERVAL_S * 1_000):
-        logger.info("Waiting for READY message from DP Coordinator...")
-    frame = await socket.recv()
+async def _wait_for_coordinator(socket: Socket, group: collective.Collective | None) -> None:
+    """No engine is ready before all are: the coordinator's READY follows the last subscription.
+
+    The coordinator lives and dies with rank 0, whose end `group` shows.
+    """
+    receiving = asyncio.ensure_future(socket.recv())
+    awaited = (receiving,) if group is None else (receiving, group.broken)
+    while not receiving.done():
+        done, _ = await asyncio.wait(
+            awaited, timeout=READY_LOG_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            logger.info("Waiting for READY message from DP Coordinator...")
+        elif group is not None and group.broken in done:
+            receiving.cancel()
+            group.broken.result()
+    frame = receiving.result()
     if frame != wire.COORDINATOR_READY:
         raise RuntimeError(f"expected READY from the DP coordinator, got {frame!r}")
 

@@ -215,9 +215,9 @@ async def _handshake(
     try:
         await socket.send(wire.encode(wire.HandshakeStatus("HELLO", local, headless)))
         if not await socket.poll(timeout_s * 1_000):
-            raise HandshakeError(
-                f"Did not receive response from front-end process within {timeout_s / 60:g} minutes"
-            )
+            socket.linger = 0  # nobody is there to take the HELLO
+            limit = f"{timeout_s / 60:g} minutes" if timeout_s >= 60 else f"{timeout_s:g} seconds"
+            raise HandshakeError(f"Did not receive response from front-end process within {limit}")
         yield msgspec.msgpack.decode(await socket.recv(), type=wire.HandshakeInit)
         config_hash = parallel.compute_hash() if parallel.data_parallel_size > 1 else None
         await socket.send(wire.encode(wire.HandshakeStatus("READY", local, headless, config_hash)))
