@@ -141,6 +141,9 @@ class EngineCore:
         outcome = None
         if work.plan is not None:
             outcome = self.scheduler.complete(work.plan)
+            for sequence in outcome.prefilled:
+                if sequence.first_token_s is None:
+                    sequence.first_token_s = now_s
         elif work.reports:
             outcome = StepOutcome([], [], [], 0)
         if work.kind is not StepKind.FLUSH and self.waves is not None:

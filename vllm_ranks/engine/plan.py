@@ -32,6 +32,8 @@ class StepPlan:
     """Sequences that generate one token each."""
     preempted: list[SequenceState]
     """Sequences that lost their blocks, and must compute them again."""
+    starved: int
+    """Decoding sequences that get no token, because the budget ran out before their turn."""
     admitted: list[SequenceState]
     """Sequences that left the waiting queue in this step."""
     prefill_tokens: int

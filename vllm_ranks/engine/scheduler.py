@@ -213,6 +213,7 @@ class Scheduler:
             prefills,
             decoding,
             preempted,
+            len(clock) - len(decoding),
             admitted,
             prefill_tokens,
             len(decoding),

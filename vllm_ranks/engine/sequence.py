@@ -66,8 +66,8 @@ class SequenceState:
     queued_s: float = 0.0
     scheduled_s: float | None = None
     first_token_s: float | None = None
-    last_token_s: float | None = None
-    """Up to date only after a token that ended a prefill; between such tokens it decodes step by step."""
+    interrupted_s: float | None = None
+    """Preempted while it decoded: when it got its last token before that."""
 
     @property
     def known_tokens(self) -> int:
