@@ -1,47 +1,197 @@
-"""One ext_proc stream as a state machine: a message in, a reply out, at most one reservation held.
+"""One ext_proc stream as a state machine: a message in, replies out, at most one reservation held.
 
-Pure: `service` owns the socket, the clock and the one place that ends an exchange.
+The request phases depend on the body mode and are modules of their own; the response phases are one. What
+binds them is here: the decision, the reservation and its end. Pure: `service` owns the socket, the clock and
+the one place that ends an exchange.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 
-from ext_proc import messages
-from ext_proc.balancer import Balancer
-from ext_proc.facts import read_facts
+from ext_proc import refusals
+from ext_proc.body_modes import (
+    FULL_DUPLEX,
+    NONE,
+    ONE_MESSAGE,
+    BodyModes,
+    body_modes,
+    stream_may_end_before_response,
+)
+from ext_proc.decision import Decider, Decision, Held, Placed, Refused
+from ext_proc.endpoint_picker import EndpointPicker
+from ext_proc.gateway_metadata import subset_hint, subset_of
+from ext_proc.headers_first import HeadersFirst
 from ext_proc.ledger import Outcome, Reservation
-from ext_proc.vocabulary import Pick
+from ext_proc.one_message import OneMessage
+from ext_proc.protocol import CollectedBodies, ProtocolSettings, RequestSide
+from ext_proc.response_side import ResponseSide
+from ext_proc.vocabulary import RequestFacts, Subset
 
 
 class Exchange:
-    """Follows one request from its body to the end of its response."""
+    """Follows one request from its first message to the end of its response."""
 
-    __slots__ = ("_balancer", "_reservation", "pick")
+    __slots__ = (
+        "_collected",
+        "_decider",
+        "_last_kind",
+        "_modes",
+        "_new_request_id",
+        "_request",
+        "_reservation",
+        "_settings",
+        "_subset",
+        "decided",
+        "held",
+        "response",
+    )
 
-    def __init__(self, balancer: Balancer) -> None:
-        self._balancer = balancer
-        self._reservation: Reservation | None = None
-        self.pick: Pick | None = None
-        """The decision, once made."""
+    def __init__(
+        self,
+        decider: Decider,
+        settings: ProtocolSettings,
+        collected: CollectedBodies,
+        new_request_id: Callable[[], str],
+    ) -> None:
+        """An exchange of which nothing has been seen.
 
-    def on_message(self, message: ProcessingRequest, now_s: float) -> bytes:
-        """The serialised reply to one message of Envoy's.
-
-        The first message with the whole request body is answered with a pick; everything else passes.
+        Args:
+            decider: decides about the request.
+            settings: of the protocol.
+            collected: the memory that bodies of all exchanges take.
+            new_request_id: makes an id for a request that has none.
         """
-        is_whole_body = message.HasField("request_body") and message.request_body.end_of_stream
-        if not is_whole_body or self.pick is not None:
-            return messages.passed(message)
-        facts = read_facts(
-            path=messages.attribute(message, "request.path"),
-            body=message.request_body.body,
-            request_id=messages.attribute(message, "request.id"),
-        )
-        self.pick, self._reservation = self._balancer.pick_and_reserve(facts, now_s)
-        return messages.routed(tuple(rank.endpoint for rank in self.pick.ranks))
+        self._decider = decider
+        self._settings = settings
+        self._collected = collected
+        self._new_request_id = new_request_id
+        self._modes: BodyModes = ONE_MESSAGE
+        self._request: RequestSide | None = None
+        self._reservation: Reservation | None = None
+        self._subset: Subset | None = None
+        self._last_kind = ""
+        self.held: Held | None = None
+        """Set while the decision is awaited: then call `on_decision` once it has been made."""
+        self.decided: Placed | Refused | None = None
+        """The decision, once made."""
+        self.response: ResponseSide | None = None
+        """What was seen of the response."""
 
-    def end(self, outcome: Outcome, now_s: float) -> None:
-        """Release what the exchange holds. Called once per stream, whatever happened."""
+    @property
+    def is_over(self) -> bool:
+        """Whether the gateway answers by itself: no message that may follow matters."""
+        return isinstance(self.decided, Refused)
+
+    def on_message(self, message: ProcessingRequest, now_s: float) -> Iterable[bytes]:
+        """The serialised replies to one message; none if there is nothing to say yet.
+
+        Replies are to be sent in order; large ones are made one by one, as they are taken.
+
+        Raises:
+            UnsupportedModeError: the gateway speaks a mode that this service does not know.
+        """
+        kind: str | None = message.WhichOneof("request")
+        if kind is None or self.is_over:
+            return ()
+        if self._request is None:
+            self._modes = body_modes(message)
+            self._request = self._request_side(kind)
+        self._last_kind = kind
+        if kind.startswith("response"):
+            return self._on_response(kind, message, now_s)
+        hint = subset_hint(message)
+        if hint is not None:
+            self._subset = hint
+        step = self._request.on_message(kind, message)
+        if isinstance(step, RequestFacts):
+            return self._settle(self._decider.decide(self._limited(step), now_s))
+        if isinstance(step, Refused):
+            return self._settle(step)
+        return step
+
+    def on_decision(self) -> Iterable[bytes]:
+        """The replies to what was held, now that it has been decided."""
+        assert self.held is not None
+        decision = self.held.decision
+        assert decision is not None
+        self.held = None
+        return self._settle(decision)
+
+    def end(self, outcome: Outcome, now_s: float, *, ends_with_response: bool = False) -> None:
+        """End what the exchange holds. Called once per stream, whatever happened.
+
+        Args:
+            outcome: how the stream ended.
+            now_s: the time.
+            ends_with_response: the gateway's configuration promises that its streams end no sooner.
+        """
+        if self._request is not None:
+            self._request.discard()
+        if self.held is not None:
+            self._let_go(self.held, now_s)
+        reservation = self._reservation
+        if reservation is None or reservation.outcome is not None:
+            return
+        if outcome is Outcome.FAILED or ends_with_response:
+            reservation.release(outcome, now_s)
+        elif stream_may_end_before_response(self._modes, self._last_kind):
+            reservation.leave_unobserved(now_s)
+        else:
+            # Where the response passes by and its end was not seen, it was cut short.
+            cut_short = self._modes.response != NONE
+            reservation.release(Outcome.CANCELLED if cut_short else outcome, now_s)
+
+    def _request_side(self, kind: str) -> RequestSide:
+        if self._modes.request == FULL_DUPLEX:
+            return EndpointPicker(self._settings, self._collected, self._new_request_id)
+        if kind == "request_headers":
+            return HeadersFirst(self._modes.request, self._new_request_id)
+        return OneMessage(self._modes.request)
+
+    def _limited(self, facts: RequestFacts) -> RequestFacts:
+        """The facts with the ranks that the gateway, or a conformance test, allows."""
+        subset = self._subset
+        if self._settings.conformance_tests and self._request is not None:
+            selection = self._request.test_selection()
+            subset = subset_of([selection]) if selection else subset
+        return replace(facts, subset=subset) if subset is not None else facts
+
+    def _settle(self, decision: Decision) -> Iterable[bytes]:
+        if isinstance(decision, Placed):
+            self.decided = decision
+            self._reservation = decision.reservation
+            assert self._request is not None
+            return self._request.on_placed(tuple(rank.endpoint for rank in decision.pick.ranks))
+        if isinstance(decision, Refused):
+            self.decided = decision
+            if self._request is not None:
+                self._request.discard()
+            return (refusals.answer(decision),)
+        self.held = decision
+        return ()
+
+    def _let_go(self, held: Held, now_s: float) -> None:
+        """The client has gone while its request was held, or just after it was decided."""
+        if isinstance(held.decision, Placed):
+            held.decision.reservation.release(Outcome.CANCELLED, now_s)
+        elif held.decision is None:
+            held.withdraw(now_s)
+
+    def _on_response(self, kind: str, message: ProcessingRequest, now_s: float) -> Iterable[bytes]:
+        if self.response is None:
+            self.response = ResponseSide(
+                self._modes.response,
+                renamed=self._request.renamed() if self._request is not None else None,
+                shows_served=self._settings.conformance_tests,
+            )
+        replies = self.response.on_message(kind, message)
         if self._reservation is not None:
-            self._reservation.release(outcome, now_s)
+            if self.response.served is not None:
+                self._reservation.move(self.response.served)
+            if self.response.has_ended:
+                self._reservation.release(Outcome.ENDED, now_s)
+        return replies

@@ -7,51 +7,100 @@ of serving them (less than half the CPU of the synchronous server).
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeAlias
+from uuid import uuid4
 
 import grpc
 from envoy.service.ext_proc.v3.external_processor_pb2 import DESCRIPTOR, ProcessingRequest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from ext_proc.balancer import Balancer
+from ext_proc.body_modes import UnsupportedModeError
+from ext_proc.decision import Decider, Held, Placed, Refused
 from ext_proc.exchange import Exchange
 from ext_proc.ledger import Outcome
-from ext_proc.vocabulary import Pick
-
-log = logging.getLogger(__name__)
+from ext_proc.protocol import CollectedBodies, ProtocolSettings
+from ext_proc.usage import Usage
+from ext_proc.vocabulary import Pick, Rank
 
 SERVICE_NAME: str = DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 MESSAGE_OVERHEAD_BYTES = 1 << 20
 """Room for attributes and metadata beside the largest body in one gRPC message."""
 
+STREAM_END_METADATA = ("x-wavegate-stream-ends-with", "response")
+"""gRPC metadata by which a gateway's configuration promises that no stream ends before its response."""
+
 LIVENESS = "liveness"
 READINESS = "readiness"
 _READY_NAMES = (READINESS, SERVICE_NAME, "")
 
-PickObserver = Callable[[Pick, float], None]
-"""Told each pick and the seconds it took, for telemetry."""
+_Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+
+
+class StreamObserver(Protocol):
+    """Told what happens on streams, for telemetry."""
+
+    def on_pick(self, pick: Pick, duration_s: float) -> None:
+        """A request was placed, so long after its last message had arrived."""
+        ...
+
+    def on_refused(self, refused: Refused) -> None:
+        """A request was answered by the gateway itself."""
+        ...
+
+    def on_response(self, rank: Rank, status: int | None, usage: Usage | None) -> None:
+        """A response passed by, or as much of it as there was."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files for TLS on the ext_proc listener."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+    """If given, gateways must show a certificate that it has signed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where and for how many the service runs."""
+
+    listen: str
+    """`ip:port` (port 0: any free one) or `unix:/path`."""
+    max_streams: int = 65_536
+    """Streams at once, each a request under way; further ones are refused with RESOURCE_EXHAUSTED."""
+    tls: TlsFiles | None = None
 
 
 class ExtProcServer:
     """Serves ext_proc streams until stopped."""
 
     def __init__(
-        self, balancer: Balancer, *, listen: str, max_body_bytes: int, on_pick: PickObserver
+        self,
+        decider: Decider,
+        settings: ServerSettings,
+        protocol: ProtocolSettings,
+        observer: StreamObserver,
     ) -> None:
-        """Prepare to serve on `listen`: `ip:port` (port 0: any free one) or `unix:/path`."""
-        self._balancer = balancer
-        self._listen = listen
-        self._on_pick = on_pick
+        """Prepare to serve; nothing listens yet."""
+        self._decider = decider
+        self._settings = settings
+        self._protocol = protocol
+        self._observer = observer
+        self._collected = CollectedBodies(protocol.max_collected_bytes)
+        self._waiting: dict[int, asyncio.Future[None]] = {}
         self._open_streams = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", max_body_bytes + MESSAGE_OVERHEAD_BYTES),
+                ("grpc.max_receive_message_length", protocol.max_body_bytes + MESSAGE_OVERHEAD_BYTES),
                 ("grpc.max_concurrent_streams", 2**31 - 1),
                 # Two gateways must not share a port by accident and split the ledger.
                 ("grpc.so_reuseport", 0),
@@ -64,13 +113,22 @@ class ExtProcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
     async def start(self) -> int:
-        """Listen. Returns the port (1 for a unix socket); raises `OSError` when the address is taken."""
+        """Listen. Returns the port (1 for a unix socket).
+
+        Raises:
+            OSError: the address is taken, or a TLS file cannot be read; the message names it.
+        """
+        listen, tls = self._settings.listen, self._settings.tls
         try:
-            port: int = self._server.add_insecure_port(self._listen)
+            port: int = (
+                self._server.add_secure_port(listen, _credentials(tls))
+                if tls is not None
+                else self._server.add_insecure_port(listen)
+            )
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {self._listen}: {error}") from error
-        if self._listen.startswith("unix:"):
-            _only_for_owner(Path(self._listen.removeprefix("unix:")))
+            raise OSError(f"cannot listen on {listen}: {error}") from error
+        if listen.startswith("unix:"):
+            _only_for_owner(Path(listen.removeprefix("unix:")))
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_ready(False)
         await self._server.start()
@@ -83,6 +141,12 @@ class ExtProcServer:
         )
         for name in _READY_NAMES:
             await self._health.set(name, status)
+
+    def wake(self, held: Held) -> None:
+        """Let the stream of a held request go on: it has been decided. Called by whoever decides."""
+        waiting = self._waiting.get(id(held))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     async def drain(self, timeout_s: float) -> int:
         """Wait until the open streams have ended. Returns how many were still open at the timeout."""
@@ -97,29 +161,103 @@ class ExtProcServer:
         """Cut what is still open and stop listening."""
         await self._server.stop(grace=None)
 
-    async def _process(self, _requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        exchange = Exchange(self._balancer)
+    async def _process(self, _requests: object, context: _Context) -> None:
+        if self._open_streams >= self._settings.max_streams:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams")
+        exchange = Exchange(self._decider, self._protocol, self._collected, _new_request_id)
         outcome = Outcome.FAILED
         self._open_streams += 1
         self._idle.clear()
         try:
-            while (data := await context.read()) is not grpc.aio.EOF:
-                started_s = time.perf_counter()
-                is_undecided = exchange.pick is None
-                reply = exchange.on_message(ProcessingRequest.FromString(data), time.monotonic())
-                if is_undecided and exchange.pick is not None:
-                    self._on_pick(exchange.pick, time.perf_counter() - started_s)
-                await context.write(reply)
+            await self._converse(exchange, context)
             outcome = Outcome.ENDED
         except asyncio.CancelledError:
             outcome = Outcome.CANCELLED
             # Swallowing the cancellation leaks memory in the native library (grpc/grpc#43360).
             raise
+        except UnsupportedModeError as error:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
         finally:
-            exchange.end(outcome, time.monotonic())
-            self._open_streams -= 1
-            if self._open_streams == 0:
-                self._idle.set()
+            self._end(exchange, outcome, context)
+
+    async def _converse(self, exchange: Exchange, context: _Context) -> None:
+        """Reply to messages until the gateway ends the stream, or the exchange needs no more of it."""
+        reading: asyncio.Task[object] | None = None
+        try:
+            while not exchange.is_over:
+                data = await (context.read() if reading is None else reading)
+                reading = None
+                if data is grpc.aio.EOF:
+                    return
+                started_s = time.perf_counter()
+                was_undecided = exchange.decided is None
+                replies = exchange.on_message(ProcessingRequest.FromString(data), time.monotonic())
+                if was_undecided and exchange.decided is not None:
+                    self._observe_decision(exchange.decided, time.perf_counter() - started_s)
+                await _send(context, replies)
+                if exchange.held is not None:
+                    # Reading goes on meanwhile: only so is it seen that the client has gone.
+                    reading = asyncio.ensure_future(context.read())
+                    await self._wait_for_decision(exchange, context, reading)
+        finally:
+            if reading is not None:
+                reading.cancel()
+
+    async def _wait_for_decision(
+        self, exchange: Exchange, context: _Context, reading: asyncio.Task[object]
+    ) -> None:
+        """Send the replies to a held request once it is decided; return sooner if there is more to read."""
+        held = exchange.held
+        assert held is not None
+        decided = self._waiting[id(held)] = asyncio.get_running_loop().create_future()
+        try:
+            if held.decision is None:
+                await asyncio.wait((decided, reading), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._waiting[id(held)]
+        if held.decision is not None:
+            started_s = time.perf_counter()
+            replies = exchange.on_decision()
+            if exchange.decided is not None:
+                self._observe_decision(exchange.decided, time.perf_counter() - started_s)
+            await _send(context, replies)
+
+    def _observe_decision(self, decision: Placed | Refused, duration_s: float) -> None:
+        if isinstance(decision, Placed):
+            self._observer.on_pick(decision.pick, duration_s)
+        else:
+            self._observer.on_refused(decision)
+
+    def _end(self, exchange: Exchange, outcome: Outcome, context: _Context) -> None:
+        exchange.end(
+            outcome,
+            time.monotonic(),
+            ends_with_response=STREAM_END_METADATA in (context.invocation_metadata() or ()),
+        )
+        if exchange.response is not None and isinstance(exchange.decided, Placed):
+            rank = exchange.decided.reservation.rank
+            self._observer.on_response(rank, exchange.response.status, exchange.response.usage)
+        self._open_streams -= 1
+        if self._open_streams == 0:
+            self._idle.set()
+
+
+async def _send(context: _Context, replies: Iterable[bytes]) -> None:
+    for reply in replies:
+        await context.write(reply)
+
+
+def _new_request_id() -> str:
+    return str(uuid4())
+
+
+def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    client_ca = tls.client_ca.read_bytes() if tls.client_ca is not None else None
+    return grpc.ssl_server_credentials(
+        [(tls.key.read_bytes(), tls.certificate.read_bytes())],
+        root_certificates=client_ca,
+        require_client_auth=client_ca is not None,
+    )
 
 
 def _only_for_owner(socket: Path) -> None:

@@ -159,6 +159,30 @@ class ReportsSection(Section):
     """Failed scrapes in a row after which a rank, and with it its group, is taken out of rotation."""
 
 
+class ExtProcTls(Section):
+    """TLS on the ext_proc listener; files in PEM format, read at the start."""
+
+    cert: Path
+    """Certificate chain of the gateway."""
+    key: Path
+    """Its private key."""
+    client_ca: Path | None = None
+    """If given, Envoy must show a certificate that this authority has signed."""
+
+
+class EndpointPickerSection(Section):
+    """Gateways that speak the endpoint-picker protocol (full-duplex streamed bodies)."""
+
+    max_collected_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 40)] = 1 << 30
+    """Memory for request bodies that are still arriving, over all streams; beyond it requests get 429."""
+    pass_malformed_bodies: bool = False
+    """Let the ranks answer requests without a model or prompt, instead of refusing them with 400."""
+    model_names: dict[str, str] = {}
+    """Name that clients use for a model: name that the ranks know, put in its place in the request."""
+    conformance_tests: bool = False
+    """Obey the protocol's conformance tests. Never in production: any client then chooses its rank."""
+
+
 class GatewaySection(Section):
     """The gateway process: ext_proc service and admin API."""
 
@@ -166,6 +190,11 @@ class GatewaySection(Section):
     admin_port: Port = 9090
     ext_proc_listen: ListenAddress = f"{LOOPBACK}:9002"
     """Where Envoy reaches the ext_proc service: `ip:port` or `unix:/path`."""
+    ext_proc_tls: ExtProcTls | None = None
+    """TLS for gateways on other machines; without it the ext_proc service speaks plain text."""
+    max_streams: Annotated[int, Field(ge=1, le=1_000_000)] = 65_536
+    """Requests under way at once; Envoy balances further ones by itself."""
+    endpoint_picker: EndpointPickerSection = EndpointPickerSection()
     pick_list_length: Annotated[int, Field(ge=1, le=8)] = 3
     """Ranks in a pick: the first, and where Envoy's retries go."""
     drain_timeout_s: Seconds = 30.0

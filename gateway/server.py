@@ -14,10 +14,11 @@ from aiohttp import web
 from ext_proc.balancer import Balancer
 from ext_proc.ledger import Ledger
 from ext_proc.policies import least_loaded
-from ext_proc.service import ExtProcServer
+from ext_proc.protocol import ProtocolSettings
+from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
 from ext_proc.vocabulary import Rank, RankReport
 from gateway.admin import admin_app
-from gateway.config import Config, endpoint
+from gateway.config import Config, GatewaySection, endpoint
 from gateway.telemetry import Telemetry
 from vllm_ranks.reports.scraper import Scraper
 
@@ -55,9 +56,9 @@ class GatewayServer:
         self._telemetry = Telemetry(self.ledger)
         self._ext_proc = ExtProcServer(
             Balancer(self.ledger, least_loaded, pick_list_length=settings.pick_list_length),
-            listen=settings.ext_proc_listen,
-            max_body_bytes=config.envoy.max_body_bytes,
-            on_pick=self._telemetry.on_pick,
+            _server_settings(settings),
+            _protocol_settings(config),
+            self._telemetry,
         )
         self._scraper = Scraper(
             config.ranks(),
@@ -113,6 +114,26 @@ class GatewayServer:
     async def _set_ready(self, ready: bool) -> None:
         self._is_ready = ready
         await self._ext_proc.set_ready(ready)
+
+
+def _server_settings(settings: GatewaySection) -> ServerSettings:
+    tls = settings.ext_proc_tls
+    return ServerSettings(
+        listen=settings.ext_proc_listen,
+        max_streams=settings.max_streams,
+        tls=TlsFiles(tls.cert, tls.key, tls.client_ca) if tls is not None else None,
+    )
+
+
+def _protocol_settings(config: Config) -> ProtocolSettings:
+    picker = config.gateway.endpoint_picker
+    return ProtocolSettings(
+        max_body_bytes=config.envoy.max_body_bytes,
+        max_collected_bytes=picker.max_collected_bytes,
+        pass_malformed_bodies=picker.pass_malformed_bodies,
+        model_names=picker.model_names,
+        conformance_tests=picker.conformance_tests,
+    )
 
 
 async def run(config: Config) -> None:

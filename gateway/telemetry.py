@@ -14,7 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from ext_proc.decision import Refused
 from ext_proc.ledger import Ledger
+from ext_proc.usage import Usage
 from ext_proc.vocabulary import Pick, Rank, RankState
 
 PICK_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
@@ -37,6 +39,24 @@ class Telemetry:
             buckets=PICK_BUCKETS_S,
             registry=self.registry,
         )
+        self._refused = Counter(
+            "wavegate_refused",
+            "Requests the gateway answered itself, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._responses = Counter(
+            "wavegate_responses",
+            "Responses that passed by (endpoint-picker mode), by rank and class of status.",
+            ["rank", "status"],
+            registry=self.registry,
+        )
+        self._tokens = Counter(
+            "wavegate_response_tokens",
+            "Tokens that responses say they took (endpoint-picker mode), by kind.",
+            ["rank", "kind"],
+            registry=self.registry,
+        )
         self._scrapes = Counter(
             "wavegate_scrapes",
             "Scrapes of ranks, by result.",
@@ -49,6 +69,18 @@ class Telemetry:
         """Count a pick."""
         self._picks.labels(pick.first.name, pick.reason.value).inc()
         self._pick_seconds.observe(duration_s)
+
+    def on_refused(self, refused: Refused) -> None:
+        """Count a request that was refused."""
+        self._refused.labels(refused.reason.value).inc()
+
+    def on_response(self, rank: Rank, status: int | None, usage: Usage | None) -> None:
+        """Count a response, and the tokens it says it took."""
+        known = status is not None and 100 <= status <= 599
+        self._responses.labels(rank.name, f"{status // 100}xx" if status and known else "none").inc()
+        if usage is not None:
+            self._tokens.labels(rank.name, "prompt").inc(usage.prompt_tokens)
+            self._tokens.labels(rank.name, "completion").inc(usage.completion_tokens)
 
     def on_scrape(self, rank: Rank, *, succeeded: bool) -> None:
         """Count a scrape."""

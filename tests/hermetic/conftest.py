@@ -16,9 +16,11 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 from google.protobuf.struct_pb2 import Struct
 
-from ext_proc.balancer import Balancer
-from ext_proc.service import SERVICE_NAME, ExtProcServer
-from ext_proc.vocabulary import Pick
+from ext_proc.decision import Decider, Refused
+from ext_proc.protocol import ProtocolSettings
+from ext_proc.service import SERVICE_NAME, ExtProcServer, ServerSettings, TlsFiles
+from ext_proc.usage import Usage
+from ext_proc.vocabulary import Pick, Rank
 
 
 def whole_body(
@@ -62,14 +64,32 @@ class ExtProcClient:
         return reply
 
 
-class Served:
-    """A running server, a client of it, and the picks it has made."""
+class Observed:
+    """What a server told its observer."""
 
-    def __init__(self, server: ExtProcServer, port: int, client: ExtProcClient, picks: list[Pick]) -> None:
+    def __init__(self) -> None:
+        self.picks: list[Pick] = []
+        self.refused: list[Refused] = []
+        self.responses: list[tuple[Rank, int | None, Usage | None]] = []
+
+    def on_pick(self, pick: Pick, _duration_s: float) -> None:
+        self.picks.append(pick)
+
+    def on_refused(self, refused: Refused) -> None:
+        self.refused.append(refused)
+
+    def on_response(self, rank: Rank, status: int | None, usage: Usage | None) -> None:
+        self.responses.append((rank, status, usage))
+
+
+class Served:
+    """A running server, a client of it, and what it has observed."""
+
+    def __init__(self, server: ExtProcServer, port: int, client: ExtProcClient, observed: Observed) -> None:
         self.server = server
         self.port = port
         self.client = client
-        self.picks = picks
+        self.observed = observed
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Served]]
@@ -77,23 +97,31 @@ Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
 @pytest.fixture
 def serve_ext_proc(tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """`async with serve_ext_proc(balancer) as served:` runs a real server on a free port or a unix socket."""
+    """`async with serve_ext_proc(decider) as served:` runs a real server on a free port or a unix socket.
+
+    Further keywords are fields of `ProtocolSettings`.
+    """
 
     @asynccontextmanager
     async def serve(
-        balancer: Balancer, *, listen: str = "127.0.0.1:0", max_body_bytes: int = 16 << 20
+        decider: Decider,
+        *,
+        listen: str = "127.0.0.1:0",
+        max_streams: int = 1024,
+        tls: TlsFiles | None = None,
+        **protocol: Any,
     ) -> AsyncIterator[Served]:
-        picks: list[Pick] = []
+        observed = Observed()
         server = ExtProcServer(
-            balancer,
-            listen=listen,
-            max_body_bytes=max_body_bytes,
-            on_pick=lambda pick, _duration_s: picks.append(pick),
+            decider,
+            ServerSettings(listen, max_streams=max_streams, tls=tls),
+            ProtocolSettings(**protocol),
+            observed,
         )
         port = await server.start()
         client = ExtProcClient(listen if listen.startswith("unix:") else f"127.0.0.1:{port}")
         try:
-            yield Served(server, port, client, picks)
+            yield Served(server, port, client, observed)
         finally:
             await client.channel.close()
             await server.stop()
