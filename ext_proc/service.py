@@ -15,27 +15,22 @@ from typing import Protocol, TypeAlias
 from uuid import uuid4
 
 import grpc
-from envoy.service.ext_proc.v3.external_processor_pb2 import DESCRIPTOR, ProcessingRequest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 
 from ext_proc.body_modes import UnsupportedModeError
 from ext_proc.decision import Decider, Held, Placed, Refused
 from ext_proc.exchange import Exchange
+from ext_proc.health import SERVICE_NAME, Health
 from ext_proc.ledger import Outcome
 from ext_proc.protocol import CollectedBodies, ProtocolSettings
 from ext_proc.usage import Usage
 from ext_proc.vocabulary import Pick, Rank
 
-SERVICE_NAME: str = DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 MESSAGE_OVERHEAD_BYTES = 1 << 20
 """Room for attributes and metadata beside the largest body in one gRPC message."""
 
 STREAM_END_METADATA = ("x-wavegate-stream-ends-with", "response")
 """gRPC metadata by which a gateway's configuration promises that no stream ends before its response."""
-
-LIVENESS = "liveness"
-READINESS = "readiness"
-_READY_NAMES = (READINESS, SERVICE_NAME, "")
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
@@ -97,7 +92,7 @@ class ExtProcServer:
         self._open_streams = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", protocol.max_body_bytes + MESSAGE_OVERHEAD_BYTES),
@@ -110,7 +105,7 @@ class ExtProcServer:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE_NAME, {"Process": handler}),)
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health.add_to(self._server)
 
     async def start(self) -> int:
         """Listen. Returns the port (1 for a unix socket).
@@ -129,18 +124,13 @@ class ExtProcServer:
             raise OSError(f"cannot listen on {listen}: {error}") from error
         if listen.startswith("unix:"):
             _only_for_owner(Path(listen.removeprefix("unix:")))
-        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
-        await self.set_ready(False)
+        await self._health.start()
         await self._server.start()
         return port
 
     async def set_ready(self, ready: bool) -> None:
         """Announce through gRPC health whether Envoy should send streams here."""
-        status = (
-            health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for name in _READY_NAMES:
-            await self._health.set(name, status)
+        await self._health.set_ready(ready)
 
     def wake(self, held: Held) -> None:
         """Let the stream of a held request go on: it has been decided. Called by whoever decides."""

@@ -17,8 +17,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from google.protobuf.struct_pb2 import Struct
 
 from ext_proc.decision import Decider, Refused
+from ext_proc.health import SERVICE_NAME
 from ext_proc.protocol import ProtocolSettings
-from ext_proc.service import SERVICE_NAME, ExtProcServer, ServerSettings, TlsFiles
+from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
 from ext_proc.usage import Usage
 from ext_proc.vocabulary import Pick, Rank
 

@@ -19,7 +19,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ext_proc.service import LIVENESS, READINESS, SERVICE_NAME
+from ext_proc.health import LIVENESS, READINESS, SERVICE_NAME
 from tests.builders import balancer, group, pool
 from tests.hermetic.conftest import Serve, chat, whole_body
 
