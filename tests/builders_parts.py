@@ -68,7 +68,7 @@ async def stub_rank(answer: Answer = ok) -> AsyncIterator[StubRank]:
     app.router.add_route("*", "/{path:.*}", rank.handle)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)
     await site.start()
     rank.endpoint = f"127.0.0.1:{runner.addresses[0][1]}"
     try:

@@ -56,7 +56,7 @@ class StubPool:
             base_url=self.envoy.url, http2=http2, http1=not http2, **{"timeout": 30, **options}
         )
 
-    async def post(self, content: bytes = b"{}", **headers: str) -> httpx2.Response:
+    async def post(self, content: bytes = b"{}", headers: dict[str, str] | None = None) -> httpx2.Response:
         """One chat request on a connection of its own."""
         async with self.client() as http:
             return await http.post(CHAT, content=content, headers=headers)

@@ -38,7 +38,13 @@ def shown(*ranks: RankStatus, width: int = 80) -> list[str]:
 
 
 def test_what_a_rank_said_is_shown() -> None:
-    values = {"running": 4, "waiting": 1200, "kv_cache_usage": 0.123, "report_age_s": 0.051, "wave": 3}
+    values: dict[str, Any] = {
+        "running": 4,
+        "waiting": 1200,
+        "kv_cache_usage": 0.123,
+        "report_age_s": 0.051,
+        "wave": 3,
+    }
     assert shown(rank("g0/0", reservations=5, picks=12, **values)) == [
         "rank state running waiting KV use reserved report age wave picks",
         "g0/0 fresh 4 1,200 12.3% 5 51 ms 3 12",
@@ -59,7 +65,13 @@ def test_addresses_are_shown_where_there_is_room() -> None:
 
 
 def test_nothing_is_cut_at_80_columns() -> None:
-    values = {"running": 256, "waiting": 9999, "kv_cache_usage": 1.0, "report_age_s": 99.9, "wave": 99999}
+    values: dict[str, Any] = {
+        "running": 256,
+        "waiting": 9999,
+        "kv_cache_usage": 1.0,
+        "report_age_s": 99.9,
+        "wave": 99999,
+    }
     assert "…" not in "".join(shown(rank("g10/15", reservations=9999, picks=999_999, **values)))
 
 
