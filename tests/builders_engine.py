@@ -1,24 +1,95 @@
-"""Builders of the embedded engine's configuration, in the words of its command line."""
+"""Engine parts for tests, in a few words: requests, schedulers, cores."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
-from vllm_ranks.engine.arguments import RankArguments
-from vllm_ranks.engine.config import ParallelConfig, RankConfig
-from vllm_ranks.engine.derivation import create_rank_config
+from vllm_ranks.engine.core import EngineCore
+from vllm_ranks.engine.kv_cache import KVCache, KvEvent
+from vllm_ranks.engine.plan import StepOutcome, StepPlan
+from vllm_ranks.engine.request import EngineRequest, FinishReason
+from vllm_ranks.engine.scheduler import Scheduler, SchedulerLimits
+from vllm_ranks.engine.time_model import StepTimeModel
+from vllm_ranks.engine.waiting import SchedulingPolicy
+from vllm_ranks.engine.waves import WaveState
+
+BLOCK = 4
+"""Tokens per KV block wherever a test does not say otherwise."""
 
 
-def rank_config(**arguments: Any) -> RankConfig:
-    """What `wavegate rank` derives from these options."""
-    return create_rank_config(RankArguments(**{"model": "m", **arguments}))
+def engine_request(
+    request_id: str,
+    prompt: int = 4,
+    output: int = 3,
+    *,
+    family: str | None = None,
+    priority: int = 0,
+    arrival_s: float = 0.0,
+    reason: FinishReason = FinishReason.STOP,
+    block_size: int = BLOCK,
+) -> EngineRequest:
+    """A request whose prompt shares all blocks with those of the same `family` (by default its own id)."""
+    hashes = [(family or request_id, index) for index in range(prompt // block_size)]
+    return EngineRequest(request_id, arrival_s, prompt, output, reason, priority, hashes)
 
 
-def parallel_config(**arguments: Any) -> ParallelConfig:
-    """The data-parallel section of it."""
-    return rank_config(**arguments).parallel
+def scheduler(
+    *,
+    seqs: int = 8,
+    budget: int = 64,
+    blocks: int = 64,
+    model_len: int | None = None,
+    policy: SchedulingPolicy = "fcfs",
+    caching: bool = True,
+    events: list[KvEvent] | None = None,
+    block_size: int = BLOCK,
+    **limits: Any,
+) -> Scheduler:
+    """A scheduler with room for everything, unless told otherwise."""
+    cache = KVCache(
+        blocks,
+        block_size,
+        enable_prefix_caching=caching,
+        listener=None if events is None else events.append,
+    )
+    return Scheduler(
+        SchedulerLimits(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=model_len or blocks * block_size,
+            **limits,
+        ),
+        cache,
+        policy,
+    )
 
 
-def external(rank: int = 0, size: int = 2, **arguments: Any) -> ParallelConfig:
-    """A rank of a group in external mode."""
-    return parallel_config(data_parallel_size=size, data_parallel_rank=rank, **arguments)
+def step(engine: Scheduler, *, throttle_prefills: bool = False) -> tuple[StepPlan, StepOutcome]:
+    """One step that must have something to do."""
+    plan = engine.schedule(throttle_prefills=throttle_prefills)
+    assert plan is not None
+    return plan, engine.complete(plan)
+
+
+def chunks(plan: StepPlan) -> dict[str, int]:
+    """Prefill tokens of a plan, by request."""
+    return {sequence.request.request_id: tokens for sequence, tokens in plan.prefills}
+
+
+def names(sequences: Sequence[Any]) -> list[str]:
+    """Request ids."""
+    return [sequence.request.request_id for sequence in sequences]
+
+
+def core(
+    rank: int | None = None, *, time_model: StepTimeModel | None = None, interval: int = 16, **options: Any
+) -> EngineCore:
+    """One rank; without a number it steps alone."""
+    return EngineCore(
+        scheduler(**options),
+        time_model or StepTimeModel(),
+        random.Random(0),
+        None if rank is None else WaveState(rank, interval),
+    )
