@@ -14,30 +14,13 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from gateway.config import (
-    GROUP_NAME_PATTERN,
-    AdoptedGroup,
-    Config,
-    EmbeddedGroup,
-    EnvoyHealthCheck,
-    EnvoySection,
-    GatewaySection,
-    ReportsSection,
-    Section,
-)
+from gateway.config import GROUP_NAME_PATTERN, AdoptedGroup, Config, EmbeddedGroup, Section
 
 Keys = tuple[str | int, ...]
 
 _GROUP_ENGINES: Mapping[str, type[Section]] = {
     get_args(section.model_fields["engine"].annotation)[0]: section
     for section in (EmbeddedGroup, AdoptedGroup)
-}
-_SECTIONS: Mapping[Keys, type[Section]] = {
-    (): Config,
-    ("envoy",): EnvoySection,
-    ("envoy", "health_check"): EnvoyHealthCheck,
-    ("gateway",): GatewaySection,
-    ("gateway", "reports"): ReportsSection,
 }
 
 
@@ -121,15 +104,32 @@ def _path(keys: Keys) -> str:
     return text
 
 
-def _section(keys: Keys, data: object) -> type[Section] | None:
+def _section(keys: Keys, data: Any) -> type[Section] | None:
     """The section that the key `keys[-1]` stands in."""
-    parent = keys[:-1]
-    if len(parent) == 2 and parent[0] == "groups":
-        group: Any = data
-        for key in parent:
-            group = group[key]
-        return _GROUP_ENGINES.get(group.get("engine"))
-    return _SECTIONS.get(parent)
+    section: type[Section] | None = Config
+    for key in keys[:-1]:
+        data = data[key]
+        if isinstance(key, int):
+            section = _GROUP_ENGINES.get(data.get("engine"))
+        elif key != "groups":
+            section = _subsections(section).get(key) if section else None
+    return section
+
+
+def _subsections(section: type[Section]) -> dict[str, type[Section]]:
+    annotations = {name: field.annotation for name, field in section.model_fields.items()}
+    return {name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, Section)}
+
+
+def _homes(key: str, section: type[Section] = Config, path: str = "the top level") -> Iterator[str]:
+    """Where `key` would be right, below and including `section`."""
+    if key in section.model_fields:
+        yield path
+    if section is Config:
+        for engine, group in _GROUP_ENGINES.items():
+            yield from _homes(key, group, f"groups with engine: {engine}")
+    for name, inner in _subsections(section).items():
+        yield from _homes(key, inner, name if section is Config else f"{path}.{name}")
 
 
 def _meaning(keys: Keys, data: object) -> str:
@@ -138,14 +138,10 @@ def _meaning(keys: Keys, data: object) -> str:
     return f": {field.description}" if field and field.description else ""
 
 
-def _unknown_key(keys: Keys, data: object) -> str:
+def _unknown_key(keys: Keys, data: Any) -> str:
     key, section = str(keys[-1]), _section(keys, data)
     known = list(section.model_fields) if section else []
-    homes = [_path(path) or "the top level" for path, other in _SECTIONS.items() if key in other.model_fields]
-    homes += [
-        f"groups with engine: {engine}" for engine, g in _GROUP_ENGINES.items() if key in g.model_fields
-    ]
-    if homes:
+    if homes := list(_homes(key)):
         return f"is not a key here; it belongs to {' or '.join(homes)}"
     if near := difflib.get_close_matches(key, known, n=1):
         return f"is not a key here; did you mean {near[0]}?"

@@ -92,7 +92,7 @@ def test_wrong_values_are_explained_with_what_would_be_right(section: str, expec
 def test_a_key_of_another_kind_of_group_is_named_as_such() -> None:
     text = "groups: [{engine: adopted, name: a, model: m, endpoints: ['10.0.0.1:1'], port: 1}]"
     assert problems(text) == [
-        "line 1: groups[0].port: is not a key here; it belongs to envoy or groups with engine: embedded"
+        "line 1: groups[0].port: is not a key here; it belongs to groups with engine: embedded or envoy"
     ]
 
 
@@ -182,3 +182,13 @@ def test_whatever_a_file_says_it_is_loaded_or_explained_in_our_own_words(documen
     text = report(yaml.safe_dump(document))
     assert "pydantic" not in text
     assert "Input should" not in text
+
+
+def test_every_section_knows_its_keys() -> None:
+    """However deep a section is, a typing error in it is answered with the right key."""
+    sections = "gateway: {reports: {interval: 1}}\nenvoy: {health_check: {intervals: 1}}"
+    text = f"groups: [{{engine: embedded, name: a}}]\n{sections}"
+    assert [problem.rpartition("; ")[2] for problem in problems(text)] == [
+        "did you mean interval_s?",
+        "did you mean interval_s?",
+    ]
