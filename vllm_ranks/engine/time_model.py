@@ -65,8 +65,54 @@ class StepTimeModel:
         return 1 + self.jitter_ratio * (2 * rng.random() - 1)
 
 
+LOCKSTEP_MOE = StepTimeModel()
+"""The documented default of this project's model: a mid-size MoE in lock step. Not a measurement.
+
+20 ms + 0.08 ms per prefill token + 0.1 ms per decoding sequence + 20 ns per KV token. Round numbers of
+the right order, chosen so that a 2,048-token chunk (184 ms) is clearly longer than a decode step.
+"""
+
+DENSE_8B_H100 = StepTimeModel(
+    fixed_s=0.0065,
+    per_prefill_token_s=32e-6,
+    per_decode_sequence_s=15e-6,
+    per_kv_token_s=5.2e-8,
+    dummy_s=0.0065,
+)
+"""A small dense model: Llama-3.1-8B in BF16 on one H100 SXM. An estimate from published figures.
+
+From the model's configuration and the GPU's data sheet (3.35 TB/s, 989 TFLOPS dense BF16):
+- fixed: 16.1 GB of weights are read every step, at 75 % of the bandwidth: 6.4 ms.
+- prefill token: 2 × 8.03e9 FLOP at 50 % of the peak: 32 us.
+- KV token: 32 layers × 8 KV heads × 128 × 2 (K, V) × 2 bytes = 131,072 bytes, at 75 %: 52 ns.
+- decoding sequence: its matrix products hide behind the weights; 15 us of sampling and bookkeeping is
+  an assumption.
+"""
+
+MOE_671B_8_GPUS = StepTimeModel(
+    fixed_s=0.025,
+    per_prefill_token_s=250e-6,
+    per_decode_sequence_s=140e-6,
+    per_kv_token_s=2.3e-8,
+    dummy_s=0.025,
+)
+"""A large MoE on 8 GPUs: DeepSeek-V3/R1 in FP8, attention data-parallel, one rank per GPU. An estimate.
+
+From DeepSeek's own production figures ("DeepSeek-V3/R1 Inference System Overview", March 2025; per node
+of 8 H800, on a wider deployment than 8 GPUs): 73.7k prompt tokens/s of which 56.3 % are cached, 14.8k
+generated tokens/s at 20 to 22 tokens/s each with 4,989 KV tokens on average.
+- prefill token: 73.7k × 43.7 % / 8 = 4,026 computed tokens/s per GPU: 250 us.
+- decoding: 1,850 tokens/s per GPU at 21 tokens/s are 88 sequences and steps of 47.6 ms, made up of
+  - KV token: 61 layers × 576 × 2 bytes = 70,272 bytes at 3 TB/s: 23 ns, together 10 ms;
+  - fixed: an eighth of 671 GB of weights, read at 70 % of the 4.8 TB/s of an H200 (which 8 GPUs that
+    hold the model must be): 25 ms;
+  - decoding sequence: the rest, 12 ms over 88: 0.14 ms.
+"""
+
 DEFAULT_PRESET = "lockstep-moe"
 
 PRESETS: dict[str, StepTimeModel] = {
-    DEFAULT_PRESET: StepTimeModel(),
+    DEFAULT_PRESET: LOCKSTEP_MOE,
+    "dense-8b-h100": DENSE_8B_H100,
+    "moe-671b-8-gpus": MOE_671B_8_GPUS,
 }
