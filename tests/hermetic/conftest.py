@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -22,6 +23,7 @@ from ext_proc.protocol import ProtocolSettings
 from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
 from ext_proc.usage import Usage
 from ext_proc.vocabulary import Pick, Rank
+from tests.builders_protocol import canonical
 
 
 def whole_body(
@@ -43,10 +45,12 @@ def chat(content: str = "hello", **fields: Any) -> bytes:
 class ExtProcClient:
     """Speaks ext_proc to a server, a stream per request."""
 
-    def __init__(self, target: str) -> None:
-        self.channel = grpc.aio.insecure_channel(
-            target,
-            options=[("grpc.max_send_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)],
+    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+        options = [("grpc.max_send_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)]
+        self.channel = (
+            grpc.aio.secure_channel(target, credentials, options=options)
+            if credentials is not None
+            else grpc.aio.insecure_channel(target, options=options)
         )
         self._process = self.channel.stream_stream(
             f"/{SERVICE_NAME}/Process",
@@ -54,9 +58,9 @@ class ExtProcClient:
             response_deserializer=ProcessingResponse.FromString,
         )
 
-    def open(self) -> Any:
+    def open(self, metadata: Sequence[tuple[str, str]] = ()) -> Any:
         """A new stream, as Envoy opens one per request."""
-        return self._process()
+        return self._process(metadata=grpc.aio.Metadata(*metadata))
 
     async def exchange(self, stream: Any, message: ProcessingRequest) -> ProcessingResponse:
         """Send one message and await its reply."""
@@ -92,6 +96,23 @@ class Served:
         self.client = client
         self.observed = observed
 
+    async def sent(self, *conversation: Sequence[ProcessingRequest]) -> Any:
+        """A stream on which these messages were sent."""
+        stream = self.client.open()
+        for messages in conversation:
+            for message in messages:
+                await stream.write(message)
+        return stream
+
+    async def replies(self, *conversation: Sequence[ProcessingRequest]) -> list[ProcessingResponse]:
+        """All replies to these messages on a stream that the gateway then ends, in canonical form."""
+        stream = await self.sent(*conversation)
+        await stream.done_writing()
+        found = []
+        while (reply := await stream.read()) is not grpc.aio.EOF:
+            found.append(reply)
+        return canonical(found)
+
 
 Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
@@ -110,6 +131,7 @@ def serve_ext_proc(tmp_path_factory: pytest.TempPathFactory) -> Serve:
         listen: str = "127.0.0.1:0",
         max_streams: int = 1024,
         tls: TlsFiles | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
         **protocol: Any,
     ) -> AsyncIterator[Served]:
         observed = Observed()
@@ -120,7 +142,8 @@ def serve_ext_proc(tmp_path_factory: pytest.TempPathFactory) -> Serve:
             observed,
         )
         port = await server.start()
-        client = ExtProcClient(listen if listen.startswith("unix:") else f"127.0.0.1:{port}")
+        target = listen if listen.startswith("unix:") else f"127.0.0.1:{port}"
+        client = ExtProcClient(target, credentials)
         try:
             yield Served(server, port, client, observed)
         finally:
@@ -128,3 +151,15 @@ def serve_ext_proc(tmp_path_factory: pytest.TempPathFactory) -> Serve:
             await server.stop()
 
     return serve
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Awaitable[None]]:
+    """`await eventually(condition)` returns as soon as the condition holds; fails if it does not in time."""
+
+    async def wait(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
+        async with asyncio.timeout(within_s):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    return wait
