@@ -36,6 +36,8 @@ class Placed:
 
     pick: Pick
     reservation: Reservation
+    held_s: float = 0.0
+    """How long it waited in the gateway."""
 
 
 @dataclass(frozen=True, slots=True)

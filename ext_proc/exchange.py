@@ -191,7 +191,7 @@ class Exchange:
         replies = self.response.on_message(kind, message)
         if self._reservation is not None:
             if self.response.served is not None:
-                self._reservation.move(self.response.served)
+                self._reservation.move(self.response.served, now_s)
             if self.response.has_ended:
                 self._reservation.release(Outcome.ENDED, now_s)
         return replies

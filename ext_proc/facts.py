@@ -14,10 +14,11 @@ import msgspec
 
 from ext_proc.cut_json import complete
 from ext_proc.decision import DropReason
+from ext_proc.prompt_blocks import BYTES_PER_TOKEN, block_hashes, canonical_prompt
 from ext_proc.vocabulary import CallKind, RequestFacts
 
-UTF8_BYTES_PER_TOKEN = 4
-"""Estimate for text whose tokenizer is unknown: about four bytes of UTF-8 a token, in most languages."""
+BLOCK_TOKENS = 64
+"""Tokens of a block by which prompts are recognised: short beside a system prompt, yet few for a long one."""
 
 PREFIX_BYTES = 128 * 1024
 """How much of a body that was cut off is read."""
@@ -47,6 +48,8 @@ class BodyFields(msgspec.Struct):
     input: Any = None
     instructions: Any = None
     tools: msgspec.Raw = msgspec.Raw()
+    cache_salt: Any = None
+    priority: Any = None
 
 
 _decoder = msgspec.json.Decoder(BodyFields)
@@ -109,7 +112,7 @@ def facts_without_body(path: str, request_id: str, total_bytes: int | None) -> R
     kind = call_kind(path)
     if kind is CallKind.OTHER or total_bytes is None:
         return RequestFacts(kind=kind, request_id=request_id)
-    return RequestFacts(kind=kind, request_id=request_id, prompt_tokens=total_bytes // UTF8_BYTES_PER_TOKEN)
+    return RequestFacts(kind=kind, request_id=request_id, prompt_tokens=total_bytes // BYTES_PER_TOKEN)
 
 
 def parse(body: bytes) -> BodyFields | None:
@@ -150,11 +153,19 @@ def facts_of(kind: CallKind, fields: BodyFields | None, request_id: str) -> Requ
         or _positive_int(fields.max_tokens)
         or _positive_int(fields.max_output_tokens),
         n=_positive_int(fields.n) or 1,
+        prompt_blocks=_prompt_blocks(fields),
+        priority=fields.priority if type(fields.priority) is int else 0,
     )
 
 
 def _positive_int(value: object) -> int | None:
     return value if type(value) is int and value > 0 else None
+
+
+def _prompt_blocks(fields: BodyFields) -> tuple[int, ...]:
+    parts = (fields.instructions, fields.prompt, fields.messages, fields.input)
+    chain_start = f"{fields.model}\0{fields.cache_salt}"
+    return block_hashes(chain_start, canonical_prompt(bytes(fields.tools), parts), BLOCK_TOKENS)
 
 
 def _prompt_length(fields: BodyFields) -> tuple[int, int]:
@@ -163,7 +174,7 @@ def _prompt_length(fields: BodyFields) -> tuple[int, int]:
     length.add_tool_definitions(bytes(fields.tools))
     for part in (fields.prompt, fields.messages, fields.input, fields.instructions):
         length.add(part)
-    return length.chars, length.token_ids + -(-length.utf8_bytes // UTF8_BYTES_PER_TOKEN)
+    return length.chars, length.token_ids + -(-length.utf8_bytes // BYTES_PER_TOKEN)
 
 
 class _Length:

@@ -6,12 +6,17 @@ Pure: it is told the time and never waits. A reservation is taken by `reserve` a
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from math import exp
 
-from ext_proc.vocabulary import Rank, RankReport, RankState, RequestFacts
+from ext_proc.accounts import RankAccount
+from ext_proc.groups import GroupAccount, GroupFacts
+from ext_proc.output_lengths import OutputLengths
+from ext_proc.settings import LedgerSettings, Targets
+from ext_proc.vocabulary import Rank, RankCounters, RankReport, RankState, RequestFacts
+
+LATE_FACTOR = 1.5
+"""A prefill is assumed done when it is late by this factor and the rank's reports are stale."""
 
 
 class Outcome(StrEnum):
@@ -30,242 +35,251 @@ class Outcome(StrEnum):
 class Reservation:
     """One request placed on one rank, from the pick until the response ends."""
 
-    __slots__ = ("_account", "_ledger", "facts", "opened_at_s", "outcome")
+    __slots__ = (
+        "_ledger",
+        "account",
+        "facts",
+        "first_token_step",
+        "opened_at_s",
+        "outcome",
+        "uncached_tokens",
+    )
 
     def __init__(self, ledger: Ledger, account: RankAccount, facts: RequestFacts, now_s: float) -> None:
         self._ledger = ledger
-        self._account = account
+        self.account = account
         self.facts = facts
+        self.uncached_tokens = facts.prompt_tokens
+        """Prompt tokens the rank probably had to compute."""
         self.opened_at_s = now_s
+        self.first_token_step: float | None = None
+        """The group's step count when the request began to decode; `None` before that."""
         self.outcome: Outcome | None = None
         """`None` while the reservation is open."""
 
     @property
     def rank(self) -> Rank:
         """Where the request was placed."""
-        return self._account.rank
+        return self.account.rank
 
     def release(self, outcome: Outcome, now_s: float) -> None:
         """End the reservation; calls after the first change nothing."""
         if self.outcome is None:
             self.outcome = outcome
-            self._ledger.close(self, self._account, now_s)
+            self._ledger.close(self, now_s)
 
-    def move(self, endpoint: str) -> None:
+    def move(self, endpoint: str, now_s: float) -> None:
         """The rank at `endpoint` serves the request: it counts there from now on.
 
         An endpoint that is no rank of this ledger changes nothing.
         """
-        if self.outcome is None and endpoint != self._account.rank.endpoint:
-            self._account = self._ledger.move(self._account, endpoint)
+        if self.outcome is None and endpoint != self.rank.endpoint:
+            self._ledger.move(self, endpoint, now_s)
 
     def leave_unobserved(self, now_s: float) -> None:
         """The stream has ended, the response perhaps not: the rank's reports must show the end."""
         if self.outcome is None:
-            self._account.unobserved.append((now_s, self))
-
-
-class RankAccount:
-    """What the ledger knows of one rank. Policies read it; only the ledger writes it."""
-
-    __slots__ = (
-        "_own_peak",
-        "_own_peak_before",
-        "failures_in_a_row",
-        "foreign_requests",
-        "group",
-        "pick_sequence",
-        "picks",
-        "rank",
-        "report",
-        "reservations",
-        "unobserved",
-    )
-
-    def __init__(self, rank: Rank, group: GroupAccount) -> None:
-        self.rank = rank
-        self.group = group
-        self.reservations = 0
-        """Open reservations: requests this gateway sent and has not seen end."""
-        self.picks = 0
-        """Reservations ever taken."""
-        self.pick_sequence = 0
-        """Position of the last pick of this rank among all picks; orders equals fairly."""
-        self.report: RankReport | None = None
-        self.foreign_requests = 0
-        """Requests in the last report that this gateway's own reservations do not explain."""
-        self.failures_in_a_row = 0
-        self.unobserved: deque[tuple[float, Reservation]] = deque()
-        """Open reservations whose streams have ended, with the time since when, oldest first."""
-        self._own_peak = 0
-        self._own_peak_before = 0
-
-    def retire_unobserved(self, report: RankReport) -> None:
-        """Release unobserved reservations that `report` shows to have ended, oldest first.
-
-        The rank has fewer requests than are open here. A request on its way to the rank, or not yet in its
-        lagging gauges, is no proof: only what was left before the report before counts as ended.
-        """
-        ended = self.reservations - (report.running + report.waiting)
-        while ended > 0 and self.unobserved and self.report is not None:
-            since_s, reservation = self.unobserved[0]
-            if since_s >= self.report.taken_at_s:
-                break
-            self.unobserved.popleft()
-            reservation.release(Outcome.RETIRED, report.taken_at_s)
-            ended -= 1
-
-    def open_one(self, pick_sequence: int) -> None:
-        """Count one more reservation, the `pick_sequence`-th of the ledger."""
-        self.reservations += 1
-        self.picks += 1
-        self.pick_sequence = pick_sequence
-        self._own_peak = max(self._own_peak, self.reservations)
-
-    def record_report(self, report: RankReport) -> None:
-        """Take in what the rank says.
-
-        An engine's gauges lag by a step or more, so a request that has just ended may still be in them. What
-        counts as foreign is therefore only what exceeds the most reservations open since the report before.
-        """
-        self.retire_unobserved(report)
-        explained = max(self._own_peak, self._own_peak_before)
-        self.foreign_requests = max(0, report.running + report.waiting - explained)
-        self._own_peak_before, self._own_peak = self._own_peak, self.reservations
-        self.report = report
-        self.failures_in_a_row = 0
-
-
-class GroupAccount:
-    """What the ledger knows of one group: one failure domain, and one speed (its ranks step together)."""
-
-    __slots__ = ("_observed_at_s", "accounts", "mean_request_s", "name")
-
-    SMOOTHING = 0.1
-    """Weight of the newest request in the running mean."""
-    FADES_IN_S = 60.0
-    """An observation this old counts only 1/e against the mean of all groups."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.accounts: list[RankAccount] = []
-        self.mean_request_s: float | None = None
-        """Running mean of the seconds a request takes here; `None` before the first one ended."""
-        self._observed_at_s = 0.0
-
-    def record_duration(self, duration_s: float, now_s: float) -> None:
-        """Learn from a request that ended how long requests take on this group."""
-        if self.mean_request_s is None:
-            self.mean_request_s = duration_s
-        else:
-            self.mean_request_s += self.SMOOTHING * (duration_s - self.mean_request_s)
-        self._observed_at_s = now_s
-
-    def expected_request_s(self, mean_of_groups_s: float, now_s: float) -> float:
-        """What is known of this group, fading towards what is known of all.
-
-        Without the fading, a group once seen to be slow would get no request that could show it recovered.
-        """
-        if self.mean_request_s is None:
-            return mean_of_groups_s
-        weight = exp(-(now_s - self._observed_at_s) / self.FADES_IN_S)
-        return weight * self.mean_request_s + (1 - weight) * mean_of_groups_s
+            self.account.unobserved.append((now_s, self))
 
 
 class Ledger:
     """All accounts of one gateway, in the order of its configuration."""
 
-    def __init__(self, ranks: Iterable[Rank], *, stale_after_s: float, down_after_failures: int) -> None:
-        """Open an account for each of `ranks`.
-
-        Args:
-            ranks: distinct ranks; those with the same group name form a group.
-            stale_after_s: age at which a report says nothing about a rank's load any more.
-            down_after_failures: failed scrapes in a row after which a rank is down.
-        """
-        self._stale_after_s = stale_after_s
-        self._down_after_failures = down_after_failures
-        self._picks = 0
+    def __init__(
+        self,
+        ranks: Iterable[Rank],
+        group_facts: Mapping[str, GroupFacts],
+        settings: LedgerSettings,
+        targets: Targets,
+    ) -> None:
+        """Open an account for each of `ranks`, which must be distinct, and each of their groups."""
+        self._settings = settings
+        self.picks = 0
+        """Reservations ever taken."""
+        self.output_lengths = OutputLengths()
         groups: dict[str, GroupAccount] = {}
         self._by_rank: dict[Rank, RankAccount] = {}
         for rank in ranks:
-            group = groups.setdefault(rank.group, GroupAccount(rank.group))
-            account = RankAccount(rank, group)
+            group = groups.setdefault(rank.group, GroupAccount(group_facts[rank.group], targets))
+            account = RankAccount(rank, group, settings.index_blocks)
             group.accounts.append(account)
             self._by_rank[rank] = account
         self.accounts: Sequence[RankAccount] = tuple(self._by_rank.values())
         self.groups: Sequence[GroupAccount] = tuple(groups.values())
 
+    # --- Reservations --------------------------------------------------------------------------------
+
     def reserve(self, rank: Rank, facts: RequestFacts, now_s: float) -> Reservation:
         """Place a request on a rank. The caller owns the reservation and must release it."""
-        account = self._by_rank[rank]
-        self._picks += 1
-        account.open_one(self._picks)
-        return Reservation(self, account, facts, now_s)
+        self.pass_time(now_s)
+        reservation = Reservation(self, self._by_rank[rank], facts, now_s)
+        self._open(reservation, now_s)
+        return reservation
 
-    def close(self, reservation: Reservation, account: RankAccount, now_s: float) -> None:
+    def close(self, reservation: Reservation, now_s: float) -> None:
         """Book the end of a reservation; called by `Reservation.release` alone."""
-        account.reservations -= 1
-        if reservation.outcome is Outcome.ENDED:
-            account.group.record_duration(now_s - reservation.opened_at_s, now_s)
+        self.pass_time(now_s)
+        if reservation.outcome is Outcome.ENDED and reservation.first_token_step is not None:
+            generated = reservation.account.group.steps - reservation.first_token_step + 1
+            self.output_lengths.record(reservation.facts, max(1, round(generated)))
+        self._leave(reservation, now_s)
 
-    def move(self, account: RankAccount, endpoint: str) -> RankAccount:
-        """Count a reservation of `account` on another rank; called by `Reservation.move` alone."""
-        moved_to = next((other for other in self.accounts if other.rank.endpoint == endpoint), None)
-        if moved_to is None:
-            return account
-        account.reservations -= 1
-        self._picks += 1
-        moved_to.open_one(self._picks)
-        return moved_to
+    def move(self, reservation: Reservation, endpoint: str, now_s: float) -> None:
+        """Count a reservation on another rank; called by `Reservation.move` alone."""
+        account = next((account for account in self.accounts if account.rank.endpoint == endpoint), None)
+        if account is not None:
+            self.pass_time(now_s)
+            self._leave(reservation, now_s)
+            reservation.account = account
+            self._open(reservation, now_s)
+
+    def _open(self, reservation: Reservation, now_s: float) -> None:
+        account, facts = reservation.account, reservation.facts
+        reservation.uncached_tokens = facts.prompt_tokens - self.cached_tokens(account, facts)
+        reservation.first_token_step = None
+        self.picks += 1
+        account.open_one(self.picks, facts.prompt_tokens)
+        account.prefills.push(reservation, reservation.uncached_tokens, now_s)
+        account.index.add(facts.prompt_blocks)
+        account.group.note_phase(now_s)
+
+    def _leave(self, reservation: Reservation, now_s: float) -> None:
+        account, group, facts = reservation.account, reservation.account.group, reservation.facts
+        if reservation.first_token_step is None:
+            # Ended between two reports: if there was time for it, its first token is in the next one.
+            prefill_s = reservation.uncached_tokens / group.prefill_tokens_per_s
+            had_first_token = (
+                reservation.outcome is Outcome.ENDED and now_s - reservation.opened_at_s >= prefill_s
+            )
+            account.prefills.leave(reservation, now_s, had_first_token=had_first_token)
+            group.note_phase(now_s)
+        else:
+            account.stop_decoding(facts.n, reservation.first_token_step)
+        account.close_one(facts.prompt_tokens)
+
+    # --- Reports -------------------------------------------------------------------------------------
 
     def record_report(self, rank: Rank, report: RankReport) -> None:
         """Take in what a rank said about itself."""
-        self._by_rank[rank].record_report(report)
+        now_s = report.taken_at_s
+        self.pass_time(now_s)
+        account = self._by_rank[rank]
+        before = account.report
+        self._retire_unobserved(account, report)
+        account.record_report(report)
+        if report.counters is None or before is None or before.counters is None:
+            return
+        if report.counters.is_restart_of(before.counters):
+            for lost in account.prefills.clear():
+                self._first_token(lost.owner)
+            account.index.clear()
+            account.group.note_phase(now_s)
+            return
+        self._record_progress(account, before.counters, report.counters, before.taken_at_s, now_s)
+
+    def _retire_unobserved(self, account: RankAccount, report: RankReport) -> None:
+        """Release unobserved reservations that `report` shows to have ended, oldest first.
+
+        The rank has fewer requests than are open here. A request on its way to the rank, or not yet in its
+        lagging gauges, is no proof: only what was left before the report before counts as ended.
+        """
+        ended = account.reservations - (report.running + report.waiting)
+        while ended > 0 and account.unobserved and account.report is not None:
+            since_s, reservation = account.unobserved[0]
+            if since_s >= account.report.taken_at_s:
+                break
+            account.unobserved.popleft()
+            reservation.release(Outcome.RETIRED, report.taken_at_s)
+            ended -= 1
 
     def record_failed_scrape(self, rank: Rank) -> None:
         """Take in that a rank did not answer."""
         self._by_rank[rank].failures_in_a_row += 1
 
+    def _record_progress(
+        self, account: RankAccount, before: RankCounters, after: RankCounters, since_s: float, now_s: float
+    ) -> None:
+        group = account.group
+        group.learn_step(before, after, since_s, now_s)
+        first_tokens = after.first_tokens - before.first_tokens
+        # Some time since the last report; half-way is right on average.
+        seen_s = (since_s + now_s) / 2
+        head = account.prefills.head(seen_s)
+        done = account.prefills.first_tokens_reported(first_tokens, seen_s)
+        for prefill in done:
+            self._first_token(prefill.owner)
+        if done and head is not None:
+            # Several may have ended since the last report; only their sum is known.
+            group.learn_prefill(after.computed_prompt_tokens - before.computed_prompt_tokens, head[1])
+        if first_tokens:
+            group.note_phase(now_s)
+
+    def _first_token(self, reservation: Reservation) -> None:
+        group = reservation.account.group
+        reservation.first_token_step = group.steps
+        reservation.account.start_decoding(reservation.facts.n, group.steps)
+
+    def pass_time(self, now_s: float) -> None:
+        """Let the model of step times run on to `now_s`."""
+        for group in self.groups:
+            group.pass_time(now_s)
+
+    def assume_progress(self, now_s: float) -> None:
+        """Where reports have become stale, let the model of step times end prefills that are long overdue."""
+        for account in self.accounts:
+            head = account.prefills.head(now_s)
+            if head is None or self.state(account, now_s) is RankState.FRESH:
+                continue
+            tokens, elapsed_s = head
+            expected_s = tokens / account.group.prefill_tokens_per_s
+            if elapsed_s > LATE_FACTOR * expected_s + self._settings.stale_after_s:
+                self._first_token(account.prefills.assume_head_done(now_s).owner)
+                account.group.note_phase(now_s)
+
+    # --- What can be read off ------------------------------------------------------------------------
+
+    def cached_tokens(self, account: RankAccount, facts: RequestFacts) -> int:
+        """Prompt tokens a rank probably has in its cache; never all, since the last is always computed."""
+        matched = account.index.matched_blocks(facts.prompt_blocks)
+        return max(0, min(matched * self._settings.block_tokens, facts.prompt_tokens - 1))
+
     def state(self, account: RankAccount, now_s: float) -> RankState:
         """What can be said about a rank now."""
-        if account.failures_in_a_row >= self._down_after_failures:
+        if account.failures_in_a_row >= self._settings.down_after_failures:
             return RankState.DOWN
         if account.report is None:
             return RankState.UNKNOWN
-        if now_s - account.report.taken_at_s > self._stale_after_s:
+        if now_s - account.report.taken_at_s > self._settings.stale_after_s:
             return RankState.STALE
         return RankState.FRESH
 
     def is_healthy(self, group: GroupAccount) -> bool:
         """Whether the group may get requests: a group is one failure domain, so every rank must be up."""
-        return all(account.failures_in_a_row < self._down_after_failures for account in group.accounts)
+        limit = self._settings.down_after_failures
+        return all(account.failures_in_a_row < limit for account in group.accounts)
 
-    def loads(self, now_s: float) -> list[float]:
-        """Requests expected on each rank, in the order of `accounts`.
+    def foreign_requests(self, now_s: float) -> list[float]:
+        """Requests of others expected on each rank, in the order of `accounts`.
 
-        Own reservations are exact. Foreign requests are taken from the report, which counts less as it ages
-        and nothing at `stale_after_s`; what it no longer says is filled with the mean of what the ranks with
-        a fresh report say. So a rank that is unknown or stale is neither idle nor full.
+        A report counts less as it ages and nothing at `stale_after_s`; what it no longer says is filled with
+        the mean of what the ranks with a fresh report say. So a rank that is unknown or stale is neither idle
+        nor full.
         """
         trust = [self._trust(account, now_s) for account in self.accounts]
         total_trust = sum(trust)
-        mean_foreign = (
-            sum(t * a.foreign_requests for t, a in zip(trust, self.accounts, strict=True)) / total_trust
-            if total_trust > 0
-            else 0.0
-        )
-        return [
-            a.reservations + t * a.foreign_requests + (1 - t) * mean_foreign
-            for t, a in zip(trust, self.accounts, strict=True)
-        ]
+        if total_trust == 0:
+            return [0.0] * len(trust)
+        mean = sum(t * a.foreign_requests for t, a in zip(trust, self.accounts, strict=True)) / total_trust
+        return [t * a.foreign_requests + (1 - t) * mean for t, a in zip(trust, self.accounts, strict=True)]
 
-    def mean_request_s(self) -> float:
-        """Mean over the groups of seconds per request; 1 while no request has ended anywhere."""
-        known = [group.mean_request_s for group in self.groups if group.mean_request_s is not None]
-        return sum(known) / len(known) if known else 1.0
+    def loads(self, now_s: float) -> list[float]:
+        """Requests expected on each rank: own reservations, which are exact, and those of others."""
+        return [
+            account.reservations + foreign
+            for account, foreign in zip(self.accounts, self.foreign_requests(now_s), strict=True)
+        ]
 
     def _trust(self, account: RankAccount, now_s: float) -> float:
         if account.report is None:
             return 0.0
-        return max(0.0, 1.0 - (now_s - account.report.taken_at_s) / self._stale_after_s)
+        return max(0.0, 1.0 - (now_s - account.report.taken_at_s) / self._settings.stale_after_s)

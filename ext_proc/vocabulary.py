@@ -46,6 +46,24 @@ class Subset:
 
 
 @dataclass(frozen=True, slots=True)
+class RankCounters:
+    """What a rank has counted since it started."""
+
+    first_tokens: int
+    """Requests that have had their first token (`vllm:time_to_first_token_seconds_count`)."""
+    inter_token_sum_s: float
+    """Seconds between consecutive tokens, summed (`vllm:inter_token_latency_seconds_sum`)."""
+    inter_token_count: int
+    computed_prompt_tokens: int
+    """Prompt tokens computed, not taken from a cache, of requests that have had their first token
+    (`vllm:prompt_tokens_by_source_total{source="local_compute"}`)."""
+
+    def is_restart_of(self, before: RankCounters) -> bool:
+        """Whether the rank has started anew since it reported `before`."""
+        return self.first_tokens < before.first_tokens or self.inter_token_count < before.inter_token_count
+
+
+@dataclass(frozen=True, slots=True)
 class RankReport:
     """What a rank said about itself at one moment."""
 
@@ -59,6 +77,10 @@ class RankReport:
     """Share of KV blocks in use, 0 to 1 (`vllm:kv_cache_usage_perc`)."""
     wave: int | None = None
     """Wave number; only the embedded engine exposes it."""
+    counters: RankCounters | None = None
+    """`None` if the page lacks them."""
+    kv_capacity_tokens: int | None = None
+    """Size of the KV cache (`vllm:cache_config_info`)."""
 
 
 class CallKind(StrEnum):
@@ -89,6 +111,12 @@ class RequestFacts:
     """Completions asked for per prompt."""
     subset: Subset | None = None
     """The ranks it may go to; `None`: any of the pool."""
+    prompt_blocks: tuple[int, ...] = ()
+    """Chained hashes of the prompt's full blocks; empty when the prompt is not looked at that closely."""
+    priority: int = 0
+    """Lower is more urgent, as in vLLM."""
+    tenant: str = ""
+    """Whose request it is, for fairness between tenants."""
 
 
 class RankState(StrEnum):
@@ -106,7 +134,8 @@ class RankState(StrEnum):
 class PickReason(StrEnum):
     """Why a pick was made the way it was; the label of `wavegate_picks_total`."""
 
-    LEAST_LOADED = "least_loaded"
+    POLICY = "policy"
+    """The policy's choice among all ranks it may use."""
     NO_HEALTHY_GROUP = "no_healthy_group"
     """Every group had a rank that is down: the pick ignored health rather than refuse."""
 

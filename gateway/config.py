@@ -12,8 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
+from ext_proc.policies import policy_names
 from ext_proc.vocabulary import Rank
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -138,8 +147,8 @@ class EnvoySection(Section):
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     """Retries on another rank, only before the first byte of an answer."""
     connect_timeout_s: Seconds = 1.0
-    message_timeout_s: Seconds = 3.0
-    """How long Envoy waits for a decision before it balances by itself."""
+    message_timeout_s: Seconds = 15.0
+    """How long Envoy waits for a decision before it balances by itself; longer than the longest hold."""
     health_check: EnvoyHealthCheck = EnvoyHealthCheck()
     access_log: str = "/dev/stdout"
     """File of the access log; /dev/stdout for a terminal or container."""
@@ -183,6 +192,30 @@ class EndpointPickerSection(Section):
     """Obey the protocol's conformance tests. Never in production: any client then chooses its rank."""
 
 
+class TargetsSection(Section):
+    """What a request should get to count as well served; admission works towards it."""
+
+    ttft_ms: Annotated[float, Field(gt=0, le=3_600_000)] = 2_000.0
+    """Time to first token."""
+    tpot_ms: Annotated[float, Field(gt=0, le=60_000)] = 100.0
+    """Time per output token after the first, the mean over a request."""
+
+
+class AdmissionSection(Section):
+    """When requests are held in the gateway, and how many."""
+
+    phases: bool = True
+    """Let lock-step groups prefill together where single prefills would break the TPOT target."""
+    max_hold_s: Annotated[float, Field(gt=0, le=600)] = 10.0
+    """No request waits in the gateway longer than this."""
+    backlog_ms: Annotated[float, Field(gt=0, le=60_000)] = 250.0
+    """Prefill a rank may have ahead of it and still be given more; beyond, requests wait in the gateway."""
+    max_held_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 1_024
+    """Requests that may wait at once; further ones are answered 429."""
+    max_held_tokens: Annotated[int, Field(ge=1, le=1_000_000_000)] = 16_000_000
+    """Prompt tokens that may wait at once, over all requests."""
+
+
 class GatewaySection(Section):
     """The gateway process: ext_proc service and admin API."""
 
@@ -195,11 +228,31 @@ class GatewaySection(Section):
     max_streams: Annotated[int, Field(ge=1, le=1_000_000)] = 65_536
     """Requests under way at once; Envoy balances further ones by itself."""
     endpoint_picker: EndpointPickerSection = EndpointPickerSection()
+    policy: str = "lockstep"
+    """How ranks are compared; the baselines are there to be measured against, and never hold a request."""
+    targets: TargetsSection = TargetsSection()
+    admission: AdmissionSection = AdmissionSection()
     pick_list_length: Annotated[int, Field(ge=1, le=8)] = 3
     """Ranks in a pick: the first, and where Envoy's retries go."""
     drain_timeout_s: Seconds = 30.0
     """On shutdown, how long requests under way may take before they are cut."""
     reports: ReportsSection = ReportsSection()
+
+    @field_validator("policy")
+    @classmethod
+    def _policy_exists(cls, value: str) -> str:
+        if value not in policy_names():
+            raise ValueError(f"no policy is called {value!r}; write one of: {', '.join(policy_names())}")
+        return value
+
+
+class StepTimeSection(Section):
+    """How long the engines' steps take, before the gateway has learned it from their reports."""
+
+    fixed_ms: Annotated[float, Field(gt=0, le=60_000)] = 20.0
+    prefill_us_per_token: Annotated[float, Field(gt=0, le=1_000_000)] = 80.0
+    decode_us_per_sequence: Annotated[float, Field(gt=0, le=1_000_000)] = 100.0
+    kv_ns_per_token: Annotated[float, Field(gt=0, le=1_000_000)] = 20.0
 
 
 class GroupSection(Section):
@@ -209,6 +262,11 @@ class GroupSection(Section):
     """Name of the group, unique; it is part of every rank's name."""
     model: Annotated[str, Field(min_length=1, max_length=256)]
     """Model name clients ask for."""
+    lock_step: bool = True
+    """Whether several ranks step together, as those of a MoE model do; a single rank never does."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Token budget of the engines' steps. Where it is not said, it is learned."""
+    step_time: StepTimeSection = StepTimeSection()
 
 
 class EmbeddedGroup(GroupSection):
@@ -222,6 +280,8 @@ class EmbeddedGroup(GroupSection):
     """Rank i listens on port + i."""
     data_parallel_rpc_port: Port = 29550
     """Handshake port of rank 0; each group needs its own."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 2_048
+    """Token budget of the ranks' steps."""
     args: tuple[Argument, ...] = ()
     """More options for every rank, as `wavegate rank --help` lists them."""
     rank_args: dict[int, tuple[Argument, ...]] = {}
@@ -272,10 +332,23 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _no_clashes(self) -> Config:
-        problems = [*self._shared_names(), *self._shared_endpoints(), *self._shared_ports()]
+        problems = [
+            *self._shared_names(),
+            *self._shared_endpoints(),
+            *self._shared_ports(),
+            *self._timeout_below_hold(),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _timeout_below_hold(self) -> Iterator[str]:
+        hold_s, timeout_s = self.gateway.admission.max_hold_s, self.envoy.message_timeout_s
+        if timeout_s <= hold_s:
+            yield (
+                f"envoy.message_timeout_s: {timeout_s:g} s is not longer than gateway.admission.max_hold_s "
+                f"({hold_s:g} s): Envoy would give up on requests that are held; raise it or hold less long"
+            )
 
     def _shared_names(self) -> Iterator[str]:
         for name, count in Counter(group.name for group in self.groups).items():

@@ -85,6 +85,7 @@ def _embedded_group(group: EmbeddedGroup) -> UnitPlan:
 def rank_command(group: EmbeddedGroup, index: int) -> tuple[str, ...]:
     """The command line of one embedded rank, in the words of `vllm serve`."""
     arguments = ["--model", group.model, "--host", group.host, "--port", str(group.port + index)]
+    arguments += ["--max-num-batched-tokens", str(group.max_num_batched_tokens)]
     if group.data_parallel_size > 1:
         arguments += ["--data-parallel-external-lb"]
         arguments += ["--data-parallel-size", str(group.data_parallel_size)]

@@ -1,6 +1,6 @@
 """The gateway process: builds the object graph from a configuration, serves until told to stop, drains.
 
-The only place where ledger, balancer, scraper, ext_proc server and admin API meet.
+The only place where the decision, the scraper, the ext_proc server and the admin API meet.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import signal
 
 from aiohttp import web
 
-from ext_proc.balancer import Balancer
 from ext_proc.ledger import Ledger
-from ext_proc.policies import least_loaded
 from ext_proc.protocol import ProtocolSettings
 from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
 from ext_proc.vocabulary import Rank, RankReport
 from gateway.admin import admin_app
 from gateway.config import Config, GatewaySection, endpoint
+from gateway.decision import LiveAdmission, build_admission, build_ledger
 from gateway.telemetry import Telemetry
 from vllm_ranks.reports.scraper import Scraper
 
@@ -26,15 +25,17 @@ log = logging.getLogger(__name__)
 
 
 class _LedgerFeed:
-    """Passes what the scraper hears to the ledger and the metrics."""
+    """Passes what the scraper hears to the ledger, the metrics and those who wait for news."""
 
-    def __init__(self, ledger: Ledger, telemetry: Telemetry) -> None:
+    def __init__(self, decider: LiveAdmission, ledger: Ledger, telemetry: Telemetry) -> None:
+        self._decider = decider
         self._ledger = ledger
         self._telemetry = telemetry
 
     def on_report(self, rank: Rank, report: RankReport) -> None:
         self._ledger.record_report(rank, report)
         self._telemetry.on_scrape(rank, succeeded=True)
+        self._decider.advance()
 
     def on_failed_scrape(self, rank: Rank, _cause: str) -> None:
         self._ledger.record_failed_scrape(rank)
@@ -48,21 +49,19 @@ class GatewayServer:
         """Build the gateway of a validated configuration; nothing listens yet."""
         settings = config.gateway
         self._config = config
-        self.ledger = Ledger(
-            config.ranks(),
-            stale_after_s=settings.reports.stale_after_s,
-            down_after_failures=settings.reports.down_after_failures,
-        )
+        self.ledger = build_ledger(config)
         self._telemetry = Telemetry(self.ledger)
+        decider = LiveAdmission(build_admission(config, self.ledger))
         self._ext_proc = ExtProcServer(
-            Balancer(self.ledger, least_loaded, pick_list_length=settings.pick_list_length),
+            decider,
             _server_settings(settings),
             _protocol_settings(config),
             self._telemetry,
         )
+        decider.wake = self._ext_proc.wake
         self._scraper = Scraper(
             config.ranks(),
-            _LedgerFeed(self.ledger, self._telemetry),
+            _LedgerFeed(decider, self.ledger, self._telemetry),
             interval_s=settings.reports.interval_s,
             jitter_ratio=settings.reports.jitter_ratio,
             timeout_s=settings.reports.timeout_s,

@@ -149,7 +149,7 @@ async def test_metrics_name_picks_reservations_ages_and_states(run_gateway: RunG
         await gateway.client.exchange(gateway.client.open(), whole_body(chat()))
         text = await (await gateway.get("/metrics")).text()
     for line in (
-        'wavegate_picks_total{rank="g0/0",reason="least_loaded"} 1.0',
+        'wavegate_picks_total{rank="g0/0",reason="policy"} 1.0',
         'wavegate_reservations{rank="g0/0"} 1.0',
         'wavegate_ranks{state="fresh"} 1.0',
         'wavegate_group_healthy{group="g0"} 1.0',

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from ext_proc.decision import Placed
 from ext_proc.ledger import Outcome, Reservation
 from ext_proc.vocabulary import RankState
 from tests.builders import DOWN_AFTER_FAILURES, STALE_AFTER_S, balancer, group, pool, rank, report, request
@@ -95,31 +95,12 @@ def test_repeated_failures_take_a_rank_down_and_one_answer_brings_it_back() -> N
     assert ledger.is_healthy(ledger.groups[0])
 
 
-def test_what_is_known_of_a_slow_group_fades_so_that_it_gets_another_chance() -> None:
-    ledger = pool([rank(0, group="slow"), rank(0, group="fast")])
-    for one, seconds in ((rank(0, group="slow"), 8.0), (rank(0, group="fast"), 1.0)):
-        ledger.reserve(one, request(), now_s=0.0).release(Outcome.ENDED, now_s=seconds)
-    slow = ledger.groups[0]
-    mean_s = ledger.mean_request_s()
-    assert slow.expected_request_s(mean_s, now_s=8.0) == pytest.approx(8.0)
-    assert slow.expected_request_s(mean_s, now_s=1000.0) == pytest.approx(mean_s)
-
-
-@given(st.lists(st.floats(0.001, 1000.0), min_size=1), st.floats(0, 1e6))
-def test_expected_seconds_stay_within_what_was_observed(durations_s: list[float], later_s: float) -> None:
-    ledger = pool([rank(0)])
-    for duration_s in durations_s:
-        ledger.reserve(rank(0), request(), now_s=0.0).release(Outcome.ENDED, now_s=duration_s)
-    expected_s = ledger.groups[0].expected_request_s(ledger.mean_request_s(), 1000.0 + later_s)
-    assert min(durations_s) * 0.999 <= expected_s <= max(durations_s) * 1.001
-
-
 def test_a_request_served_by_another_rank_counts_there() -> None:
     ledger = pool(group("g0", 2))
     reservation = ledger.reserve(rank(0), request(), now_s=0.0)
-    reservation.move(rank(1).endpoint)
+    reservation.move(rank(1).endpoint, now_s=0.5)
     assert [account.reservations for account in ledger.accounts] == [0, 1]
-    reservation.move("203.0.113.1:1")
+    reservation.move("203.0.113.1:1", now_s=0.5)
     reservation.release(Outcome.ENDED, now_s=1.0)
     assert [account.reservations for account in ledger.accounts] == [0, 0]
 
@@ -166,7 +147,9 @@ class LedgerUnderAnyInterleaving(RuleBasedStateMachine):
 
     @rule(target=reservations)
     def pick(self) -> Reservation:
-        pick, reservation = self.balancer.pick_and_reserve(request(), self.now_s)
+        decision = self.balancer.decide(request(), self.now_s)
+        assert isinstance(decision, Placed)
+        pick, reservation = decision.pick, decision.reservation
         assert reservation.rank == pick.first
         assert len(set(pick.ranks)) == len(pick.ranks)
         self.open.append(reservation)
@@ -185,7 +168,7 @@ class LedgerUnderAnyInterleaving(RuleBasedStateMachine):
 
     @rule(reservation=reservations, index=st.integers(0, 4))
     def served_elsewhere(self, reservation: Reservation, index: int) -> None:
-        reservation.move(self.ranks[index].endpoint)
+        reservation.move(self.ranks[index].endpoint, self.now_s)
         assert reservation.rank == self.ranks[index]
 
     @rule(reservation=ended, outcome=st.sampled_from(Outcome))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from vllm_ranks.reports.metrics_text import EngineGauges, UnreadableReport, parse_gauges
+from ext_proc.vocabulary import RankCounters
+from vllm_ranks.reports.metrics_text import UnreadableReport, parse_metrics
 
 GAUGE_NAMES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
@@ -27,17 +28,52 @@ def page(values_by_engine: dict[str, tuple[float, float, float]], model: str = "
 
 
 def test_one_engine_is_read_with_its_label() -> None:
-    assert parse_gauges(page({"3": (5, 2, 0.25)})) == EngineGauges(5, 2, 0.25, None, frozenset({"3"}))
+    read = parse_metrics(page({"3": (5, 2, 0.25)}))
+    assert (read.running, read.waiting, read.kv_cache_usage) == (5, 2, 0.25)
+    assert read.engines == {"3"}
 
 
-def test_several_engines_of_one_page_are_summed() -> None:
-    gauges = parse_gauges(page({"0": (5, 2, 0.25), "1": (1, 0, 0.75)}))
-    assert gauges == EngineGauges(6, 2, 0.75, None, frozenset({"0", "1"}))
+def test_several_engines_of_one_page_are_summed_and_the_fullest_cache_counts() -> None:
+    read = parse_metrics(page({"0": (5, 2, 0.25), "1": (1, 0, 0.75)}))
+    assert (read.running, read.waiting, read.kv_cache_usage) == (6, 2, 0.75)
+    assert read.engines == {"0", "1"}
+
+
+def test_counters_are_read_when_all_are_there() -> None:
+    registry = CollectorRegistry()
+    first = Histogram("vllm:time_to_first_token_seconds", "help", ["engine"], registry=registry)
+    between = Histogram("vllm:inter_token_latency_seconds", "help", ["engine"], registry=registry)
+    first.labels("0").observe(0.5)
+    for seconds in (0.25, 0.5):
+        between.labels("0").observe(seconds)
+    prompts = Counter("vllm:prompt_tokens_by_source", "help", ["engine", "source"], registry=registry)
+    prompts.labels("0", "local_compute").inc(700)
+    prompts.labels("0", "local_cache_hit").inc(300)
+    counters = generate_latest(registry).decode()
+    assert parse_metrics(page({"0": (0, 0, 0)}) + counters).counters == RankCounters(1, 0.75, 2, 700)
+    assert parse_metrics(page({"0": (0, 0, 0)})).counters is None
+
+
+@pytest.mark.parametrize(
+    ("labels", "tokens"),
+    [
+        ({"kv_cache_size_tokens": "4096", "num_gpu_blocks": "1", "block_size": "16"}, 4096),
+        ({"kv_cache_size_tokens": "None", "num_gpu_blocks": "100", "block_size": "16"}, 1600),
+        ({"num_gpu_blocks": "None", "block_size": "16"}, None),
+        ({}, None),
+    ],
+)
+def test_the_size_of_the_kv_cache_is_read_from_its_configuration(
+    labels: dict[str, str], tokens: int | None
+) -> None:
+    printed = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    text = page({"0": (0, 0, 0)}) + f"vllm:cache_config_info{{{printed}}} 1.0\n"
+    assert parse_metrics(text).kv_capacity_tokens == tokens
 
 
 def test_an_embedded_rank_also_tells_its_wave() -> None:
     text = page({"0": (0, 0, 0)}) + 'embedded:data_parallel_wave{engine="0"} 7.0\n'
-    assert parse_gauges(text).wave == 7
+    assert parse_metrics(text).wave == 7
 
 
 @pytest.mark.parametrize("missing", GAUGE_NAMES)
@@ -46,13 +82,13 @@ def test_a_missing_gauge_is_named(missing: str) -> None:
         line for line in page({"0": (0, 0, 0)}).splitlines() if not line.startswith(missing + "{")
     )
     with pytest.raises(UnreadableReport, match=missing):
-        parse_gauges(text)
+        parse_metrics(text)
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "many", ""])
 def test_a_value_that_is_no_count_is_refused(value: str) -> None:
     with pytest.raises(UnreadableReport):
-        parse_gauges(page({"0": (0, 0, 0)}) + f'vllm:num_requests_running{{engine="1"}} {value}\n')
+        parse_metrics(page({"0": (0, 0, 0)}) + f'vllm:num_requests_running{{engine="1"}} {value}\n')
 
 
 @given(
@@ -65,14 +101,14 @@ def test_a_value_that_is_no_count_is_refused(value: str) -> None:
     st.text(min_size=1),
 )
 def test_what_the_library_prints_is_read_back(values: dict[str, tuple[int, int, float]], model: str) -> None:
-    gauges = parse_gauges(page(values, model))
-    assert gauges.running == sum(v[0] for v in values.values())
-    assert gauges.waiting == sum(v[1] for v in values.values())
-    assert gauges.kv_cache_usage == max(v[2] for v in values.values())
-    assert gauges.engines == set(values)
+    read = parse_metrics(page(values, model))
+    assert read.running == sum(v[0] for v in values.values())
+    assert read.waiting == sum(v[1] for v in values.values())
+    assert read.kv_cache_usage == max(v[2] for v in values.values())
+    assert read.engines == set(values)
 
 
 @given(st.text())
 def test_no_text_breaks_the_reading_otherwise(text: str) -> None:
     with pytest.raises(UnreadableReport):
-        parse_gauges(text)
+        parse_metrics(text)

@@ -15,7 +15,7 @@ from typing import Protocol
 import aiohttp
 
 from ext_proc.vocabulary import Rank, RankReport
-from vllm_ranks.reports.metrics_text import UnreadableReport, parse_gauges
+from vllm_ranks.reports.metrics_text import UnreadableReport, parse_metrics
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Scraper:
                 if response.status != 200:
                     raise UnreadableReport(f"/metrics answered {response.status}")
                 page = await _read_at_most(response, MAX_PAGE_BYTES)
-            gauges = parse_gauges(page.decode("utf-8", "replace"))
+            metrics = parse_metrics(page.decode("utf-8", "replace"))
         except UnreadableReport as error:
             cause = str(error)
         except TimeoutError:
@@ -110,14 +110,16 @@ class Scraper:
                 rank,
                 RankReport(
                     taken_at_s=time.monotonic(),
-                    running=gauges.running,
-                    waiting=gauges.waiting,
-                    kv_cache_usage=gauges.kv_cache_usage,
-                    wave=gauges.wave,
+                    running=metrics.running,
+                    waiting=metrics.waiting,
+                    kv_cache_usage=metrics.kv_cache_usage,
+                    wave=metrics.wave,
+                    counters=metrics.counters,
+                    kv_capacity_tokens=metrics.kv_capacity_tokens,
                 ),
             )
-            if gauges.engines != {str(rank.index)}:
-                named = ", ".join(sorted(gauges.engines)) or "none"
+            if metrics.engines != {str(rank.index)}:
+                named = ", ".join(sorted(metrics.engines)) or "none"
                 return f"reports for engine {named}, not {rank.index}: are the addresses in order of rank?"
             return None
         self._listener.on_failed_scrape(rank, cause)

@@ -6,32 +6,43 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ext_proc.decision import DropReason, Refused
-from ext_proc.ledger import Outcome
-from ext_proc.vocabulary import PickReason, Rank, RequestFacts, Subset
-from tests.builders import DOWN_AFTER_FAILURES, balancer, group, pool, rank, report, request
+from ext_proc.decision import Decision, DropReason, Placed, Refused
+from ext_proc.ledger import Ledger, Outcome
+from ext_proc.vocabulary import Pick, PickReason, Rank, RequestFacts, Subset
+from tests.builders import DOWN_AFTER_FAILURES, balancer, group, picker, pool, rank, report, request
+
+
+def must_pick(ledger: Ledger, facts: RequestFacts | None = None, *, pick_list_length: int = 3) -> Pick:
+    pick = picker(ledger, pick_list_length=pick_list_length).pick(facts or request(), 0.0)
+    assert pick is not None
+    return pick
+
+
+def placed(decision: Decision) -> Placed:
+    assert isinstance(decision, Placed)
+    return decision
 
 
 def test_the_rank_with_the_fewest_requests_is_picked() -> None:
     ledger = pool(group("g0", 3))
     ledger.record_report(rank(0), report(running=2))
     ledger.record_report(rank(1), report(running=1, waiting=4))
-    assert balancer(ledger).pick(request(), now_s=0.0).first == rank(2)
+    assert must_pick(ledger).first == rank(2)
 
 
 def test_a_burst_spreads_evenly_before_any_new_report() -> None:
-    balance = balancer(pool(group("g0", 4)))
-    picked = Counter(balance.pick_and_reserve(request(), 0.0)[0].first for _ in range(42))
+    decider = balancer(pool(group("g0", 4)))
+    picked = Counter(placed(decider.decide(request(), 0.0)).pick.first for _ in range(42))
     assert max(picked.values()) - min(picked.values()) <= 1
 
 
 def test_equal_ranks_take_turns() -> None:
-    balance = balancer(pool(group("g0", 3)))
+    decider = balancer(pool(group("g0", 3)))
     order = []
     for _ in range(6):
-        pick, reservation = balance.pick_and_reserve(request(), 0.0)
-        reservation.release(Outcome.CANCELLED, 0.0)
-        order.append(pick.first.index)
+        decision = placed(decider.decide(request(), 0.0))
+        decision.reservation.release(Outcome.CANCELLED, 0.0)
+        order.append(decision.pick.first.index)
     assert order == [0, 1, 2, 0, 1, 2]
 
 
@@ -39,51 +50,30 @@ def test_the_second_choice_is_in_another_group() -> None:
     ledger = pool([*group("a", 3), *group("b", 3)])
     for index in range(3):
         ledger.record_report(rank(index, group="b"), report(running=50))
-    picked = balancer(ledger).pick(request(), 0.0).ranks
+    picked = must_pick(ledger).ranks
     assert [one.group for one in picked] == ["a", "b", "a"]
 
 
 def test_a_pick_is_no_longer_than_the_configured_list() -> None:
-    assert len(balancer(pool(group("g0", 8)), pick_list_length=2).pick(request(), 0.0).ranks) == 2
+    assert len(must_pick(pool(group("g0", 8)), pick_list_length=2).ranks) == 2
 
 
 def test_a_group_with_a_dead_rank_gets_nothing() -> None:
     ledger = pool([*group("a", 2), *group("b", 2)])
     for _ in range(DOWN_AFTER_FAILURES):
         ledger.record_failed_scrape(rank(1, group="a"))
-    pick = balancer(ledger).pick(request(), 0.0)
+    pick = must_pick(ledger)
     assert {one.group for one in pick.ranks} == {"b"}
-    assert pick.reason is PickReason.LEAST_LOADED
+    assert pick.reason is PickReason.POLICY
 
 
 def test_with_every_group_down_requests_are_still_spread() -> None:
     ledger = pool(group("g0", 2))
     for _ in range(DOWN_AFTER_FAILURES):
         ledger.record_failed_scrape(rank(0))
-    pick = balancer(ledger).pick(request(), 0.0)
+    pick = must_pick(ledger)
     assert set(pick.ranks) == set(group("g0", 2))
     assert pick.reason is PickReason.NO_HEALTHY_GROUP
-
-
-def test_a_slow_group_gets_fewer_requests_than_a_fast_one() -> None:
-    """Two dense ranks, one eight times slower; 12 requests under way at all times."""
-    seconds = {"slow": 8.0, "fast": 1.0}
-    ledger = pool([rank(0, group="slow"), rank(0, group="fast")])
-    balance = balancer(ledger)
-    under_way = []
-    served: Counter[str] = Counter()
-    now_s = 0.0
-    for _ in range(120):
-        if len(under_way) == 12:
-            under_way.sort(key=lambda entry: entry[0])
-            now_s, ended = under_way.pop(0)
-            ended.release(Outcome.ENDED, now_s)
-        for one in (rank(0, group="slow"), rank(0, group="fast")):
-            ledger.record_report(one, report(now_s))
-        pick, reservation = balance.pick_and_reserve(request(), now_s)
-        served[pick.first.group] += 1
-        under_way.append((now_s + seconds[pick.first.group], reservation))
-    assert served["slow"] <= 18
 
 
 def only(*endpoints: str, addresses: Sequence[str] = ()) -> RequestFacts:
@@ -94,14 +84,14 @@ def test_a_request_goes_only_where_its_subset_allows() -> None:
     ledger = pool(group("g0", 3))
     for _ in range(5):
         ledger.reserve(rank(2), request(), 0.0)
-    assert balancer(ledger).pick(only(rank(2).endpoint), 0.0).ranks == (rank(2),)
+    assert must_pick(ledger, only(rank(2).endpoint)).ranks == (rank(2),)
 
 
 def test_a_subset_whose_groups_are_all_down_is_still_served() -> None:
     ledger = pool([*group("a", 2), *group("b", 2)])
     for _ in range(DOWN_AFTER_FAILURES):
         ledger.record_failed_scrape(rank(1, group="a"))
-    pick = balancer(ledger).pick(only(rank(0, group="a").endpoint), 0.0)
+    pick = must_pick(ledger, only(rank(0, group="a").endpoint))
     assert pick.ranks == (rank(0, group="a"),)
     assert pick.reason is PickReason.NO_HEALTHY_GROUP
 
@@ -115,4 +105,4 @@ def test_a_request_that_may_go_nowhere_is_refused_and_reserves_nothing() -> None
 
 def test_an_address_in_a_subset_stands_for_all_its_ports() -> None:
     ranks = [Rank("g0", 0, "[::1]:8000"), Rank("g0", 1, "[::1]:8001"), Rank("g0", 2, "10.0.0.1:8000")]
-    assert set(balancer(pool(ranks)).pick(only(addresses=["::1"]), 0.0).ranks) == set(ranks[:2])
+    assert set(must_pick(pool(ranks), only(addresses=["::1"])).ranks) == set(ranks[:2])

@@ -1,0 +1,120 @@
+"""What the ledger knows of one rank: requests placed on it, what it reports, what its cache holds.
+
+Policies and admission read an account; only the ledger writes it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ext_proc.prefill_queue import PrefillQueue
+from ext_proc.prefix_index import PrefixIndex
+from ext_proc.vocabulary import Rank, RankReport
+
+if TYPE_CHECKING:
+    from ext_proc.groups import GroupAccount
+    from ext_proc.ledger import Reservation
+
+MIN_INDEX_BLOCKS = 64
+"""The prefix index of even the smallest KV cache."""
+
+
+class RankAccount:
+    """One rank."""
+
+    __slots__ = (
+        "_own_peak",
+        "_own_peak_before",
+        "_step_offsets",
+        "decoding_sequences",
+        "failures_in_a_row",
+        "foreign_requests",
+        "group",
+        "index",
+        "kv_capacity_tokens",
+        "pick_sequence",
+        "picks",
+        "picks_since_report",
+        "prefills",
+        "prompt_tokens_open",
+        "rank",
+        "report",
+        "reservations",
+        "unobserved",
+    )
+
+    def __init__(self, rank: Rank, group: GroupAccount, index_blocks: int) -> None:
+        self.rank = rank
+        self.group = group
+        self.reservations = 0
+        """Open reservations: requests this gateway sent and has not seen end."""
+        self.picks = 0
+        """Reservations ever taken."""
+        self.picks_since_report = 0
+        self.pick_sequence = 0
+        """Position of the last pick of this rank among all picks; orders equals fairly."""
+        self.prefills: PrefillQueue[Reservation] = PrefillQueue()
+        """Requests placed here that have not had their first token."""
+        self.decoding_sequences = 0
+        """Sequences of requests placed here that have had their first token."""
+        self.prompt_tokens_open = 0
+        """Prompt tokens of all open reservations."""
+        self.index = PrefixIndex(index_blocks)
+        self.kv_capacity_tokens: int | None = None
+        """Size of the KV cache, once the rank has reported it."""
+        self.report: RankReport | None = None
+        self.foreign_requests = 0
+        """Requests in the last report that this gateway's own reservations do not explain."""
+        self.failures_in_a_row = 0
+        self.unobserved: deque[tuple[float, Reservation]] = deque()
+        """Open reservations whose streams have ended, with the time since when, oldest first."""
+        self._step_offsets = 0.0
+        self._own_peak = 0
+        self._own_peak_before = 0
+
+    def resident_kv_tokens(self, group_steps: float) -> float:
+        """KV tokens of own requests: their prompts, and a token per step since each began to decode."""
+        return self.prompt_tokens_open + self.decoding_sequences * group_steps - self._step_offsets
+
+    # --- Written by the ledger -----------------------------------------------------------------------
+
+    def open_one(self, pick_sequence: int, prompt_tokens: int) -> None:
+        """Count one more reservation, the `pick_sequence`-th of the ledger."""
+        self.reservations += 1
+        self.picks += 1
+        self.picks_since_report += 1
+        self.pick_sequence = pick_sequence
+        self.prompt_tokens_open += prompt_tokens
+        self._own_peak = max(self._own_peak, self.reservations)
+
+    def close_one(self, prompt_tokens: int) -> None:
+        """Count one reservation less."""
+        self.reservations -= 1
+        self.prompt_tokens_open -= prompt_tokens
+
+    def start_decoding(self, sequences: int, group_steps: float) -> None:
+        """A request has had its first token."""
+        self.decoding_sequences += sequences
+        self._step_offsets += sequences * group_steps
+
+    def stop_decoding(self, sequences: int, started_at_step: float) -> None:
+        """A request that had begun to decode at that step has ended."""
+        self.decoding_sequences -= sequences
+        self._step_offsets -= sequences * started_at_step
+
+    def record_report(self, report: RankReport) -> None:
+        """Take in what the rank says.
+
+        An engine's gauges lag by a step or more, so a request that has just ended may still be in them. What
+        counts as foreign is therefore only what exceeds the most reservations open since the report before.
+        """
+        explained = max(self._own_peak, self._own_peak_before)
+        self.foreign_requests = max(0, report.running + report.waiting - explained)
+        self._own_peak_before, self._own_peak = self._own_peak, self.reservations
+        self.picks_since_report = 0
+        self.report = report
+        self.failures_in_a_row = 0
+        if report.kv_capacity_tokens is not None and report.kv_capacity_tokens != self.kv_capacity_tokens:
+            self.kv_capacity_tokens = report.kv_capacity_tokens
+            self.index.resize(max(MIN_INDEX_BLOCKS, report.kv_capacity_tokens // self.group.block_tokens))

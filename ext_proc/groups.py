@@ -1,0 +1,162 @@
+"""What the ledger knows of one group: its step times, its pace, and whether it prefills just now.
+
+A lock-step group has one clock: every step takes as long as its slowest rank's, and gives every decoding
+request one token. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ext_proc.accounts import RankAccount
+from ext_proc.settings import Targets
+from ext_proc.step_times import StepTimes
+from ext_proc.token_lead import TokenLead
+from ext_proc.vocabulary import RankCounters
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What a configuration says of a group."""
+
+    name: str
+    lock_step: bool
+    """Whether its ranks step together: a MoE data-parallel group of more than one rank."""
+    times: StepTimes
+    """Prior of its step times."""
+    block_tokens: int
+
+
+class GroupAccount:
+    """One group: one failure domain, one clock."""
+
+    __slots__ = (
+        "_load_at_s",
+        "_now_s",
+        "_saturated_since_s",
+        "accounts",
+        "block_tokens",
+        "decoding_sequences",
+        "lead",
+        "lock_step",
+        "longest_kv_tokens",
+        "name",
+        "phase_ended_s",
+        "phase_length_s",
+        "phase_started_s",
+        "steps",
+        "targets",
+        "times",
+    )
+
+    LOAD_REFRESH_S = 0.05
+    """How long the loads that step times depend on are used before they are looked at again."""
+
+    def __init__(self, facts: GroupFacts, targets: Targets) -> None:
+        self.name = facts.name
+        self.lock_step = facts.lock_step
+        self.times = facts.times
+        self.block_tokens = facts.block_tokens
+        self.targets = targets
+        self.accounts: list[RankAccount] = []
+        self.lead = TokenLead()
+        self.steps = 0.0
+        """Steps done so far, by the model of step times; only differences mean something."""
+        self.decoding_sequences = 0
+        """Of the rank that has most."""
+        self.longest_kv_tokens = 0.0
+        """Resident KV tokens of the rank that has most."""
+        self.phase_started_s: float | None = None
+        """When the phase under way began; `None` while nobody prefills."""
+        self.phase_ended_s = float("-inf")
+        self.phase_length_s = 0.0
+        """Length of the phase that ended last."""
+        self._saturated_since_s: float | None = None
+        self._now_s = 0.0
+        self._load_at_s = float("-inf")
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a phase is under way."""
+        return self.phase_started_s is not None
+
+    @property
+    def decode_step_s(self) -> float:
+        """A step of this group while nobody prefills."""
+        return self.times.decode_step_s(self.decoding_sequences, self.longest_kv_tokens)
+
+    @property
+    def prefill_step_s(self) -> float:
+        """A step of this group while somebody computes full chunks of prompts."""
+        return self.times.prefill_step_s(self.decoding_sequences, self.longest_kv_tokens)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens a rank computes in a second while it prefills."""
+        return self.times.budget_tokens / self.prefill_step_s
+
+    def longest_prefill_tokens(self, now_s: float) -> float:
+        """Prompt tokens ahead of the rank that has most: when it is done, the phase ends."""
+        rate = self.prefill_tokens_per_s
+        return max(account.prefills.remaining_tokens(now_s, rate) for account in self.accounts)
+
+    # --- Written by the ledger -----------------------------------------------------------------------
+
+    def pass_time(self, now_s: float) -> None:
+        """Account for the steps since the last call."""
+        elapsed_s = now_s - self._now_s
+        if elapsed_s <= 0:
+            return
+        self._now_s = now_s
+        step_s = self.prefill_step_s if self.is_prefilling else self.decode_step_s
+        self.steps += elapsed_s / step_s
+        if now_s - self._load_at_s >= self.LOAD_REFRESH_S:
+            self._refresh_load(now_s)
+        if self.decoding_sequences:
+            self.lead.pass_time(elapsed_s, step_s, self.targets.tpot_s)
+        else:
+            self.lead.reset()
+
+    def note_phase(self, now_s: float) -> None:
+        """The prefills ahead of some rank have changed: a phase may have begun or ended."""
+        prefilling = any(account.prefills for account in self.accounts)
+        if prefilling and self.phase_started_s is None:
+            self.phase_started_s = now_s
+        elif not prefilling and self.phase_started_s is not None:
+            self.phase_length_s = now_s - self.phase_started_s
+            self.phase_ended_s = now_s
+            self.phase_started_s = None
+            self._saturated_since_s = None
+        if prefilling:
+            self._refresh_load(now_s)
+
+    def learn_step(self, before: RankCounters, after: RankCounters, since_s: float, now_s: float) -> None:
+        """Learn from the tokens that one rank's requests got between two of its reports.
+
+        The mean time between tokens is the step time, if the group did one thing all along.
+        """
+        tokens = after.inter_token_count - before.inter_token_count
+        if tokens <= 0:
+            return
+        step_s = (after.inter_token_sum_s - before.inter_token_sum_s) / tokens
+        if step_s <= 0:
+            return
+        load = (self.decoding_sequences, self.longest_kv_tokens)
+        if not self.is_prefilling and self.phase_ended_s < since_s:
+            self.times.observe_decode_step(step_s, *load)
+        elif self._saturated_since_s is not None and self._saturated_since_s < since_s:
+            self.times.observe_prefill_step(step_s, *load)
+
+    def learn_prefill(self, tokens: int, duration_s: float) -> None:
+        """Learn from a prefill that a rank began when it had nothing else ahead, or right after another."""
+        self.times.observe_prefill(tokens, duration_s, self.decoding_sequences, self.longest_kv_tokens)
+
+    def _refresh_load(self, now_s: float) -> None:
+        self._load_at_s = now_s
+        self.decoding_sequences = max(account.decoding_sequences for account in self.accounts)
+        self.longest_kv_tokens = max(account.resident_kv_tokens(self.steps) for account in self.accounts)
+        full_chunks = self.is_prefilling and self.longest_prefill_tokens(now_s) > self.times.budget_tokens
+        if not full_chunks:
+            self._saturated_since_s = None
+        elif self._saturated_since_s is None:
+            self._saturated_since_s = now_s

@@ -1,0 +1,67 @@
+"""Online linear regression that starts from a prior, forgets slowly and is not thrown by outliers.
+
+Ridge regression towards the prior over exponentially forgotten observations; an observation far from the
+prediction is pulled in to a bounded distance first (Huber). Weights are fitted as multiples of their prior,
+which keeps quantities of very different size apart. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+FORGETTING = 0.995
+"""Weight that an observation keeps with each later one: about the last 200 count."""
+PRIOR_OBSERVATIONS = 2.0
+"""How many observations of the first input alone the prior is worth."""
+OUTLIER_RATIO = 0.5
+"""Observations further than this share from the prediction are pulled in to it."""
+
+
+class OnlineFit:
+    """Fits y ≈ Σ weightᵢ × xᵢ with weightᵢ ≥ 0."""
+
+    __slots__ = ("_moments", "_prior", "_ridge", "_targets", "weights")
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        """Start at the weights `prior`, all positive; the first belongs to a constant input of 1."""
+        if min(prior) <= 0:
+            raise ValueError(f"weights must be positive, got {tuple(prior)}")
+        size = len(prior)
+        self._prior = tuple(prior)
+        self._ridge = PRIOR_OBSERVATIONS * prior[0] * prior[0]
+        self._moments = [[0.0] * size for _ in range(size)]
+        self._targets = [0.0] * size
+        self.weights = list(prior)
+
+    def predict(self, x: Sequence[float]) -> float:
+        """The value expected at `x`."""
+        return sum(w * v for w, v in zip(self.weights, x, strict=True))
+
+    def observe(self, x: Sequence[float], y: float) -> None:
+        """Take in that `y` was seen at `x`."""
+        predicted = self.predict(x)
+        reach = OUTLIER_RATIO * predicted
+        y = max(predicted - reach, min(predicted + reach, y))
+        scaled = [v * p for v, p in zip(x, self._prior, strict=True)]
+        for row, s in zip(self._moments, scaled, strict=True):
+            for j, t in enumerate(scaled):
+                row[j] = FORGETTING * row[j] + s * t
+        self._targets = [FORGETTING * b + s * y for b, s in zip(self._targets, scaled, strict=True)]
+        self.weights = [max(0.0, m) * p for m, p in zip(self._multiples(), self._prior, strict=True)]
+
+    def _multiples(self) -> list[float]:
+        """Solve (moments + ridge) · m = targets + ridge, which is positive definite, by elimination."""
+        size = len(self._prior)
+        rows = [[*row, b + self._ridge] for row, b in zip(self._moments, self._targets, strict=True)]
+        for i in range(size):
+            rows[i][i] += self._ridge
+        for i in range(size):
+            for k in range(i + 1, size):
+                factor = rows[k][i] / rows[i][i]
+                for j in range(i, size + 1):
+                    rows[k][j] -= factor * rows[i][j]
+        solution = [0.0] * size
+        for i in reversed(range(size)):
+            known = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+            solution[i] = (rows[i][size] - known) / rows[i][i]
+        return solution

@@ -1,0 +1,86 @@
+"""Phases: when a lock-step group may take on prefill, and how much on each rank.
+
+Every rank waits for the slowest in each step, so one rank's prefill slows all others' decoding, and a second
+rank's prefill at the same time costs nothing more. Hence, while the group's decoding has no lead on its TPOT
+target:
+- prompts wait until they can start together (a phase), and until decoding has had its share since the last;
+- while a phase is under way, a prompt that ends before the longest one under way may join.
+With a lead, or where steps with prefill are within the target anyway, nothing waits. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ext_proc.groups import GroupAccount
+
+SAFE_STEP_SHARE = 0.95
+"""Steps with prefill up to this share of the TPOT target are within it, whatever else happens."""
+WELL_PACKED_SHARE = 0.5
+"""Prompts that fill this share of ranks × the longest of them are worth a phase at once."""
+PATIENCE_SHARE_OF_TTFT = 0.05
+"""A prompt that has waited this share of the TTFT target is worth a phase however badly it packs."""
+DECODE_SHARE_MARGIN = 1.2
+"""Decoding gets this much more time between phases than the mean TPOT needs: requests are not all mean."""
+LONGEST_DECODE_SHARE = 2.0
+"""Bound of the time between phases, as a multiple of the phase before."""
+
+
+class PhaseGate:
+    """The phases of one lock-step group."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: GroupAccount) -> None:
+        self.group = group
+
+    @property
+    def is_open(self) -> bool:
+        """Whether prefill may start at any time, without waiting for others."""
+        group = self.group
+        return (
+            group.decoding_sequences == 0
+            or group.lead.is_comfortable
+            or group.prefill_step_s <= SAFE_STEP_SHARE * group.targets.tpot_s
+        )
+
+    def room_tokens(self, now_s: float) -> float:
+        """How much prefill any rank may have ahead of it, in tokens, without stalling the group for longer.
+
+        Negative while nobody prefills: not even an empty prompt may start.
+        """
+        return self.group.longest_prefill_tokens(now_s) if self.group.is_prefilling else -1.0
+
+    def decode_until_s(self) -> float:
+        """Until when the group should decode undisturbed after the phase that ended last.
+
+        In a phase of n steps of length p and a stretch of m steps of length d, requests get n + m tokens in
+        n·p + m·d seconds. That is the target's pace when m·d = (n·p) × (p - target) / (target - d) × d / p.
+        """
+        group = self.group
+        target_s, decode_s, prefill_s = group.targets.tpot_s, group.decode_step_s, group.prefill_step_s
+        if target_s <= decode_s:
+            share = LONGEST_DECODE_SHARE
+        else:
+            share = max(0.0, prefill_s - target_s) / (target_s - decode_s) * decode_s / prefill_s
+            share = min(LONGEST_DECODE_SHARE, share * DECODE_SHARE_MARGIN)
+        return group.phase_ended_s + share * group.phase_length_s
+
+    def may_start(self, now_s: float) -> bool:
+        """Whether a phase may begin now, if there is something worth one."""
+        return not self.is_open and not self.group.is_prefilling and now_s >= self.decode_until_s()
+
+    def phase_tokens(self, waiting: Sequence[tuple[float, float]]) -> float:
+        """How long a phase to start with what is held, in tokens per rank; 0 if it is not worth one yet.
+
+        Args:
+            waiting: uncached tokens, and seconds waited, of each prompt held for this group.
+        """
+        ranks = len(self.group.accounts)
+        total = sum(tokens for tokens, _ in waiting)
+        for longest in sorted((tokens for tokens, _ in waiting), reverse=True):
+            if total >= WELL_PACKED_SHARE * ranks * longest:
+                return longest
+            total -= longest
+        patience_s = PATIENCE_SHARE_OF_TTFT * self.group.targets.ttft_s
+        return max((tokens for tokens, waited_s in waiting if waited_s >= patience_s), default=0.0)

@@ -1,0 +1,83 @@
+"""The default policy: the seconds it costs, this request and everybody else, to place it on a rank.
+
+It picks the rank where the request has its first token soonest, but counts prefill twice more than it takes
+the request itself, because in a lock-step group the others wait for it too. So a rank that has the prompt in
+its cache wins unless its queue is longer by three times what the cache saves.
+
+    cost = wait      prompt tokens ahead on the rank / its prefill rate
+         + prefill   the request's own uncached tokens / the same rate
+         + others    2 × prefill
+         + decode    expected output tokens × the group's step time
+         + kv        resident KV tokens × KV_WEIGHT / the same rate
+         + full      a barrier as the KV cache fills up
+
+All in seconds, from the step times learned for the group. Without a report the rank's queue is known from own
+reservations alone; without cache information all of the prompt counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from ext_proc.policy import PickView
+
+OTHERS_WEIGHT = 2.0
+"""How much the others' waiting for a prefill counts beside the request's own."""
+KV_WEIGHT = 0.02
+"""Prompt tokens that a resident KV token is worth: it lengthens each step of its rank a little."""
+FOREIGN_REQUEST_TOKENS = 1024
+"""Prompt tokens assumed ahead for a request that another client sent to the rank."""
+FULL_FROM = 0.85
+"""KV use from which the barrier rises."""
+FULL_S = 1.0
+"""Height of the barrier half-way between there and full."""
+PARTS = ("wait", "prefill", "others", "decode", "kv", "full")
+
+
+class Lockstep:
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "lockstep"
+    holds: ClassVar[bool] = True
+
+    def costs(self, view: PickView) -> Sequence[float]:
+        """Seconds per rank."""
+        return [sum(parts) for parts in self._parts(view)]
+
+    def explain(self, view: PickView) -> Sequence[Mapping[str, float]]:
+        """The same, by its parts."""
+        return [dict(zip(PARTS, parts, strict=True)) for parts in self._parts(view)]
+
+    def _parts(self, view: PickView) -> list[tuple[float, float, float, float, float, float]]:
+        now_s, prompt_tokens = view.now_s, view.facts.prompt_tokens
+        rows = []
+        group = None
+        for account, foreign, cached in zip(
+            view.accounts, view.foreign_requests, view.cached_tokens, strict=True
+        ):
+            if account.group is not group:
+                group = account.group
+                tokens_per_s = group.prefill_tokens_per_s
+                decode_s = view.expected_output_tokens * group.decode_step_s
+                steps = group.steps
+            resident = account.resident_kv_tokens(steps)
+            ahead = account.prefills.remaining_tokens(now_s, tokens_per_s)
+            prefill_s = (prompt_tokens - cached) / tokens_per_s
+            rows.append(
+                (
+                    (ahead + foreign * FOREIGN_REQUEST_TOKENS) / tokens_per_s,
+                    prefill_s,
+                    OTHERS_WEIGHT * prefill_s,
+                    decode_s,
+                    KV_WEIGHT * resident / tokens_per_s,
+                    _full_s(account.report.kv_cache_usage) if account.report is not None else 0.0,
+                )
+            )
+        return rows
+
+
+def _full_s(kv_cache_usage: float) -> float:
+    if kv_cache_usage <= FULL_FROM:
+        return 0.0
+    return FULL_S * (kv_cache_usage - FULL_FROM) / max(1.0 - kv_cache_usage, 0.001)

@@ -1,0 +1,86 @@
+"""Which prompt blocks a rank probably has in its prefix cache, in bounded memory.
+
+One index per rank. A block is known by its chained hash, so holding a block implies having held all before
+it. Least recently used blocks go first, in two generations: a block used is young; when the young reach half
+the bound they become the old, and the old are forgotten. So nothing is ever searched or reordered.
+Pure; must never hold prompt text.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+BYTES_PER_HASH = 32
+"""Size of a Python integer of up to 60 bits, which is what a block hash is."""
+
+
+class PrefixIndex:
+    """Block hashes of one rank."""
+
+    __slots__ = ("_old", "_young", "_young_bound")
+
+    def __init__(self, max_blocks: int) -> None:
+        """Remember at most `max_blocks` blocks, and at least the half of that used last."""
+        self._young: dict[int, None] = {}
+        self._old: dict[int, None] = {}
+        self._young_bound = 1
+        self.resize(max_blocks)
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def __contains__(self, block_hash: int) -> bool:
+        return block_hash in self._young or block_hash in self._old
+
+    def resize(self, max_blocks: int) -> None:
+        """Change the bound; takes effect as blocks are added."""
+        if max_blocks < 2:
+            raise ValueError(f"max_blocks must be at least 2, got {max_blocks}")
+        self._young_bound = max_blocks // 2
+
+    def matched_blocks(self, block_hashes: Sequence[int]) -> int:
+        """How many leading blocks of a prompt the rank probably holds.
+
+        Looks at a logarithmic number of them, since the blocks held of a prompt are a prefix of it. Eviction
+        may break that for a moment; the answer is then a guess, as the index is anyway.
+        """
+        young, old = self._young, self._old
+        if not block_hashes or (block_hashes[0] not in young and block_hashes[0] not in old):
+            return 0
+        held, missing = 0, len(block_hashes)
+        if block_hashes[-1] in young or block_hashes[-1] in old:
+            return missing
+        while missing - held > 1:
+            middle = (held + missing) // 2
+            if block_hashes[middle] in young or block_hashes[middle] in old:
+                held = middle
+            else:
+                missing = middle
+        return held + 1
+
+    def add(self, block_hashes: Sequence[int]) -> None:
+        """The rank has, or will shortly have, these blocks of one prompt; they are the last used now."""
+        if len(block_hashes) > self._young_bound:
+            block_hashes = block_hashes[: self._young_bound]
+        if len(self._young) + len(block_hashes) > self._young_bound:
+            self._old, self._young = self._young, {}
+        young, old = self._young, self._old
+        for block_hash in block_hashes:
+            old.pop(block_hash, None)
+            young[block_hash] = None
+
+    def discard(self, block_hashes: Iterable[int]) -> None:
+        """The rank has evicted these blocks."""
+        for block_hash in block_hashes:
+            self._young.pop(block_hash, None)
+            self._old.pop(block_hash, None)
+
+    def clear(self) -> None:
+        """The rank has lost its cache."""
+        self._young.clear()
+        self._old.clear()
+
+    def memory_bytes(self) -> int:
+        """Memory the index occupies."""
+        return sys.getsizeof(self._young) + sys.getsizeof(self._old) + BYTES_PER_HASH * len(self)

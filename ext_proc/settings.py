@@ -1,0 +1,56 @@
+"""What the decision can be told: targets and bounds, as plain values with their defaults.
+
+The gateway fills them from its configuration, the benchmark from its arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a request should get to count as well served."""
+
+    ttft_s: float = 2.0
+    """Time to first token."""
+    tpot_s: float = 0.1
+    """Time per output token after the first, the mean over a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSettings:
+    """How reports are believed and prompts remembered."""
+
+    stale_after_s: float = 2.0
+    """Age at which a report says nothing about a rank's load any more."""
+    down_after_failures: int = 3
+    """Failed scrapes in a row after which a rank is down."""
+    block_tokens: int = 64
+    """Tokens of a block of the prefix index."""
+    index_blocks: int = 32_768
+    """Blocks remembered per rank until the rank reports the size of its KV cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """When requests are held back, and how many."""
+
+    phases: bool = True
+    """Let lock-step groups prefill in phases when their targets need it."""
+    backlog_s: float = 0.25
+    """Prefill that a rank may have ahead of it and still be given more; beyond, requests wait here, where
+    they can be put in a better order and onto a better rank."""
+    max_hold_s: float = 10.0
+    """No request waits in the gateway longer than this."""
+    max_held_requests: int = 1_024
+    max_held_tokens: int = 16_000_000
+    """Prompt tokens held at once, over all requests."""
+    targets: Targets = Targets()
+    full_kv_usage: float = 0.95
+    """KV use from which a rank with waiting requests gets no more."""
+
+    def never_holding(self) -> AdmissionSettings:
+        """The same, but every request is placed when it arrives."""
+        return replace(self, phases=False, backlog_s=inf, full_kv_usage=inf)
