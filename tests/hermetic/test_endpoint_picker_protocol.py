@@ -21,7 +21,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ext_proc.balancer import Balancer
+from ext_proc.admission import Admission
 from ext_proc.decision import Decision, DropReason, Refused
 from ext_proc.health import LIVENESS, READINESS, SERVICE_NAME
 from ext_proc.ledger import Ledger
@@ -51,7 +51,7 @@ from tests.builders_protocol import (
 from tests.hermetic.conftest import Serve, Served
 
 
-def one(ledger: Ledger) -> Balancer:
+def one(ledger: Ledger) -> Admission:
     """Picks of a single rank."""
     return balancer(ledger, pick_list_length=1)
 
