@@ -25,9 +25,10 @@ from ext_proc.admission import Admission
 from ext_proc.decision import Decision, DropReason, Refused
 from ext_proc.health import LIVENESS, READINESS, SERVICE_NAME
 from ext_proc.ledger import Ledger
+from ext_proc.output_lengths import UNKNOWN_TOKENS
 from ext_proc.usage import Usage
 from ext_proc.vocabulary import RequestFacts
-from tests.builders import DOWN_AFTER_FAILURES, balancer, pool, report
+from tests.builders import DOWN_AFTER_FAILURES, balancer, pool, report, request
 from tests.builders_protocol import (
     BODY,
     GET,
