@@ -6,7 +6,6 @@ vllm/v1/engine/coordinator.py).
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -19,10 +18,9 @@ import msgspec
 import pytest
 import zmq
 
+from tests.builders_vllm import PROGRAMS, answer_of, running, tell, vllm_python
 from vllm_ranks.engine import wire
 from vllm_ranks.engine.coordinator import CoordinatorAddresses, CoordinatorConfig
-
-from .conftest import PROGRAMS, answer_of, running, vllm_python
 
 SILENCE_MS = 300
 PATIENCE_MS = 15_000
@@ -144,18 +142,15 @@ def embedded(engines: int, lock_step: bool, folder: Path) -> Iterator[Coordinato
 @pytest.fixture(scope="module")
 def vllm_coordinators() -> Iterator[Start]:
     """Starts vLLM's coordinators, all by one process that has imported vLLM."""
-    with running([str(vllm_python()), str(PROGRAMS / "coordinator.py")]) as process:
+    with running([vllm_python(), str(PROGRAMS / "coordinator.py")]) as process:
 
         @contextmanager
         def start(engines: int, lock_step: bool, _folder: Path) -> Iterator[CoordinatorAddresses]:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({"engine_count": engines, "lock_step": lock_step}) + "\n")
-            process.stdin.flush()
+            tell(process, {"engine_count": engines, "lock_step": lock_step})
             try:
                 yield msgspec.convert(answer_of(process), CoordinatorAddresses)
             finally:
-                process.stdin.write("over\n")
-                process.stdin.flush()
+                tell(process, "the test is over")
 
         yield start
 

@@ -63,6 +63,9 @@ _COUNTERS: Mapping[str, str] = {
     "prompt_tokens": "Number of prefill tokens processed.",
     "prompt_tokens_cached": "Number of cached prompt tokens.",
     "generation_tokens": "Number of generation tokens processed.",
+    "estimated_flops_per_gpu": "Estimated floating point operations (not estimated here).",
+    "estimated_read_bytes_per_gpu": "Estimated bytes read from memory (not estimated here).",
+    "estimated_write_bytes_per_gpu": "Estimated bytes written to memory (not estimated here).",
 }
 _PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _CACHE_TIERS = ("device", "host", "p2p", "disk", "external_unspecified")

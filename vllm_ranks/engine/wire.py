@@ -131,8 +131,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
-    output_kind: int = 0
-    """1 delta, 2 final only: the engine streams either way."""
 
 
 class LoraRequest(msgspec.Struct, frozen=True, array_like=True):
