@@ -19,8 +19,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     TrailersResponse,
 )
 
-from ext_proc.balancer import Balancer
-from ext_proc.decision import Decision
+from ext_proc.decision import Decider, Decision
 from ext_proc.ledger import Ledger
 from ext_proc.service import STREAM_END_METADATA
 from ext_proc.vocabulary import RequestFacts
@@ -50,12 +49,12 @@ class Recording:
     """A decider that remembers the facts it was asked about."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._balancer: Balancer = balancer(ledger, pick_list_length=1)
+        self._decider: Decider = balancer(ledger, pick_list_length=1)
         self.facts: list[RequestFacts] = []
 
     def decide(self, facts: RequestFacts, now_s: float) -> Decision:
         self.facts.append(facts)
-        return self._balancer.decide(facts, now_s)
+        return self._decider.decide(facts, now_s)
 
 
 def HEADERS_CLEANED(*removed: str, new_request_id: str | None = None) -> Replies:
