@@ -26,6 +26,7 @@ class LogFile:
         self._max_bytes = max_bytes
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._rest = ""
+        self._lost_bytes = 0
         self._file = self._open()
 
     def _open(self) -> BinaryIO:
@@ -35,12 +36,22 @@ class LogFile:
         return self.path.open("wb", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Append output as it comes; lines may be cut anywhere."""
-        if self._written_bytes + len(data) > self._max_bytes and self._written_bytes > 0:
-            self._file.close()
-            self._file = self._open()
-        self._file.write(data)
-        self._written_bytes += len(data)
+        """Append output as it comes; lines may be cut anywhere.
+
+        What a full disk does not take is lost, and its amount noted once there is room again: a process must
+        not be stopped by its log.
+        """
+        try:
+            if self._written_bytes + len(data) > self._max_bytes and self._written_bytes > 0:
+                self._file.close()
+                self._file = self._open()
+            if self._lost_bytes:
+                self._file.write(f"[{self._lost_bytes} bytes of log were lost]\n".encode())
+                self._lost_bytes = 0
+            self._file.write(data)
+            self._written_bytes += len(data)
+        except OSError:
+            self._lost_bytes += len(data)
         *lines, rest = (self._rest + data.decode(errors="replace")).split("\n")
         self._tail.extend(line[:MAX_LINE_CHARS] for line in lines[-TAIL_LINES:])
         self._rest = rest[:MAX_LINE_CHARS]

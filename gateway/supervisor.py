@@ -134,7 +134,9 @@ class Supervisor:
 def _stop_on_signals() -> Iterator[StopRequest]:
     stop = StopRequest()
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it on purpose
+        signals.append(signal.SIGHUP)
     for number in signals:
         loop.add_signal_handler(number, stop.signal)
     try:

@@ -141,6 +141,38 @@ async def test_without_the_gateway_no_request_fails(tmp_path: Path) -> None:
                 assert (await http.post(url(config), json=CHAT)).status_code == 200
 
 
+async def test_a_gateway_that_hangs_is_passed_over_within_seconds(tmp_path: Path) -> None:
+    async with stub_rank() as rank:
+        config = write_config(tmp_path, [adopted_group(rank.endpoint)])
+        async with running_wavegate(tmp_path, "up") as up, httpx2.AsyncClient(timeout=30) as http:
+            await serving(up)
+            (gateway,) = up.descendants(matching="cli gateway")
+            os.kill(gateway, signal.SIGSTOP)
+            health = f"http://127.0.0.1:{config['envoy']['admin_port']}/stats"
+            healthy = "cluster.ext_proc.membership_healthy"
+            async with asyncio.timeout(20):
+                while f"{healthy}: 0" not in (await http.get(health, params={"filter": healthy})).text:
+                    await asyncio.sleep(0.1)
+            async with asyncio.timeout(5):
+                assert (await http.post(url(config), json=CHAT)).status_code == 200
+
+
+async def test_the_gateway_takes_over_the_socket_of_its_killed_predecessor(tmp_path: Path) -> None:
+    async with stub_rank() as rank:
+        socket_path = tmp_path / "ext_proc.sock"
+        config = write_config(tmp_path, [adopted_group(rank.endpoint)], ext_proc_listen=f"unix:{socket_path}")
+        async with running_wavegate(tmp_path, "up") as up, httpx2.AsyncClient(timeout=30) as http:
+            await serving(up)
+            (gateway,) = up.descendants(matching="cli gateway")
+            os.kill(gateway, signal.SIGKILL)
+            await up.says("gateway: admin", times=2)
+            log = tmp_path / ".wavegate" / "logs" / "envoy.log"
+            async with asyncio.timeout(20):
+                while f'"picked":"{rank.endpoint}"' not in log.read_text():
+                    assert (await http.post(url(config), json=CHAT)).status_code == 200
+                    await asyncio.sleep(0.2)
+
+
 async def test_a_group_that_loses_a_rank_is_restarted_whole(tmp_path: Path) -> None:
     config = write_config(tmp_path, [embedded_group(2)])
     async with running_wavegate(tmp_path, "up") as up:

@@ -50,6 +50,12 @@ def test_the_last_lines_stay_readable_after_closing(tmp_path: Path) -> None:
     assert log.last_lines(1) == ["bye"]
 
 
+def test_what_a_full_disk_does_not_take_is_counted() -> None:
+    log = LogFile(Path("/dev/full"))
+    log.write(b"lost\n")
+    assert log.last_lines(1) == ["lost"]
+
+
 @given(lines=st.lists(st.text("ab ", min_size=1, max_size=9), max_size=40), cut=st.integers(1, 7))
 def test_lines_may_be_cut_anywhere(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], cut: int
