@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,19 @@ class RunningEnvoy:
 
 
 @asynccontextmanager
-async def running_envoy(config: Config, folder: Path) -> AsyncIterator[RunningEnvoy]:
-    """Start Envoy on free ports over the configuration's ranks and ext_proc service; stop it at the end."""
+async def running_envoy(
+    config: Config, folder: Path, change: Callable[[Any], None] = lambda _rendered: None
+) -> AsyncIterator[RunningEnvoy]:
+    """Start Envoy on free ports over the configuration's ranks and ext_proc service; stop it at the end.
+
+    `change` alters what was rendered before Envoy sees it.
+    """
     rendered: Any = render(
         config.model_copy(
             update={"envoy": config.envoy.model_copy(update={"access_log": str(folder / "access.log")})}
         )
     )
+    change(rendered)
     rendered["static_resources"]["listeners"][0]["address"]["socket_address"]["port_value"] = 0
     rendered["admin"]["address"]["socket_address"]["port_value"] = 0
     configuration = folder / "envoy.json"

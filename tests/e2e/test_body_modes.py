@@ -1,0 +1,393 @@
+"""Every ext_proc body mode between a real Envoy and the real service: picks, lifetimes, holds, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import pytest
+from aiohttp import web
+
+from ext_proc.decision import Decision, DropReason, Placed, Refused
+from ext_proc.ledger import Ledger
+from ext_proc.protocol import ProtocolSettings
+from ext_proc.service import ExtProcServer, ServerSettings
+from ext_proc.usage import Usage
+from ext_proc.vocabulary import Pick, PickReason, Rank, RequestFacts
+from tests.builders import pool
+from tests.builders_envoy import RunningEnvoy, envoy_config, running_envoy
+from tests.builders_modes import MODES, REQUEST_PHASES_ONLY, Mode
+from tests.builders_parts import StubRank, ok, refusing_endpoint, stub_rank
+from tests.e2e.conftest import CHAT, NO_GATEWAY
+
+in_every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+DEAD = None
+"""In place of a rank: an address that refuses connections."""
+
+
+async def stream_slowly(request: web.Request) -> web.StreamResponse:
+    """Ten events in about a second, with a count of tokens in the last."""
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    for index in range(10):
+        await response.write(b'data: {"model":"target","n":%d}\n\n' % index)
+        await asyncio.sleep(0.1)
+    await response.write(b'data: {"usage":{"prompt_tokens":7,"completion_tokens":10}}\n\ndata: [DONE]\n\n')
+    return response
+
+
+class Chooser:
+    """A decider that does as told."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self.ledger: Ledger = pool(ranks)
+        self.choice: Sequence[Rank] = ranks
+        self.refusal: Refused | None = None
+        self.hold_s = 0.0
+        self.server: ExtProcServer | None = None
+        self.facts: list[RequestFacts] = []
+        self._settling: set[asyncio.Task[None]] = set()
+
+    @property
+    def reservations(self) -> list[int]:
+        """Open reservations, by rank."""
+        return [account.reservations for account in self.ledger.accounts]
+
+    def decide(self, facts: RequestFacts, now_s: float) -> Decision:
+        self.facts.append(facts)
+        if self.hold_s:
+            held = HeldRequest()
+            settling = asyncio.ensure_future(self._settle(held, facts))
+            self._settling.add(settling)
+            settling.add_done_callback(self._settling.discard)
+            return held
+        return self._settled(facts, now_s)
+
+    def _settled(self, facts: RequestFacts, now_s: float) -> Placed | Refused:
+        if self.refusal is not None:
+            return self.refusal
+        pick = Pick(tuple(self.choice), PickReason.NO_HEALTHY_GROUP)
+        return Placed(pick, self.ledger.reserve(pick.first, facts, now_s))
+
+    async def _settle(self, held: HeldRequest, facts: RequestFacts) -> None:
+        await asyncio.sleep(self.hold_s)
+        if not held.is_withdrawn:
+            held.decision = self._settled(facts, time.monotonic())
+            assert self.server is not None
+            self.server.wake(held)
+
+
+class HeldRequest:
+    """A request that waits."""
+
+    def __init__(self) -> None:
+        self.decision: Placed | Refused | None = None
+        self.is_withdrawn = False
+
+    def withdraw(self, _now_s: float) -> None:
+        self.is_withdrawn = True
+
+
+class Observed:
+    """What the service observed of responses."""
+
+    def __init__(self) -> None:
+        self.responses: list[tuple[str, int | None, Usage | None]] = []
+
+    def on_pick(self, pick: Pick, _duration_s: float) -> None:
+        pass
+
+    def on_refused(self, refused: Refused) -> None:
+        pass
+
+    def on_response(self, rank: Rank, status: int | None, usage: Usage | None) -> None:
+        self.responses.append((rank.name, status, usage))
+
+
+class Setup:
+    """Envoy in one mode, ranks that do as told, the real service, and a decider that does as told."""
+
+    def __init__(
+        self, envoy: RunningEnvoy, ranks: list[StubRank], chooser: Chooser, observed: Observed
+    ) -> None:
+        self.envoy = envoy
+        self.ranks = ranks
+        self.chooser = chooser
+        self.observed = observed
+
+    def client(self) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(base_url=self.envoy.url, timeout=30)
+
+    async def post(self, content: Any = b'{"model":"m","messages":[]}', **headers: str) -> httpx2.Response:
+        async with self.client() as http:
+            return await http.post(CHAT, content=content, headers=headers)
+
+    async def until_reservations_are(self, expected: list[int], *, within_s: float) -> None:
+        """Fail unless the ranks have these reservations in time."""
+        async with asyncio.timeout(within_s):
+            while self.chooser.reservations != expected:
+                await asyncio.sleep(0.005)
+
+
+StartMode = Callable[..., AbstractAsyncContextManager[Setup]]
+
+
+@pytest.fixture
+def start_mode(tmp_path_factory: pytest.TempPathFactory) -> StartMode:
+    """`async with start_mode(mode, answer, answer, …) as setup:`, an answer for each rank, or DEAD.
+
+    `with_service=False` leaves the ext_proc service out; other keywords are fields of `ProtocolSettings`.
+    """
+
+    @asynccontextmanager
+    async def start(
+        mode: Mode, *answers: Any, with_service: bool = True, **protocol: Any
+    ) -> AsyncIterator[Setup]:
+        async with AsyncExitStack() as parts:
+            stubs = []
+            for answer in answers:
+                if answer is DEAD:
+                    stub = StubRank()
+                    stub.endpoint = parts.enter_context(refusing_endpoint())
+                else:
+                    stub = await parts.enter_async_context(stub_rank(answer))
+                stubs.append(stub)
+            ranks = [Rank("g0", index, stub.endpoint) for index, stub in enumerate(stubs)]
+            chooser, observed = Chooser(ranks), Observed()
+            chooser.server = ExtProcServer(
+                chooser, ServerSettings("127.0.0.1:0"), ProtocolSettings(**protocol), observed
+            )
+            target = NO_GATEWAY
+            if with_service:
+                target = f"127.0.0.1:{await chooser.server.start()}"
+                await chooser.server.set_ready(True)
+                parts.push_async_callback(chooser.server.stop)
+            config = envoy_config([[stub.endpoint for stub in stubs]], target)
+            folder = tmp_path_factory.mktemp("envoy")
+            envoy = await parts.enter_async_context(running_envoy(config, folder, mode.apply))
+            yield Setup(envoy, stubs, chooser, observed)
+
+    return start
+
+
+@in_every_mode
+async def test_the_pick_is_obeyed_and_the_body_arrives_as_it_was_sent(
+    start_mode: StartMode, mode: Mode
+) -> None:
+    async with start_mode(mode, ok, ok, ok) as setup:
+        ranks = setup.chooser.choice
+        for index in (2, 0, 1):
+            setup.chooser.choice = [ranks[index]]
+            for size in (0, 10, 300_000, 2_000_000):
+                body = b'{"model":  "m", "messages": ["' + b"x" * size + b'"]}'
+                answer = await setup.post(body)
+                assert (answer.status_code, answer.headers["x-wavegate-rank"]) == (200, f"g0/{index}")
+                assert setup.ranks[index].received[-1].body == body
+
+
+@in_every_mode
+async def test_a_body_that_comes_in_chunks_arrives_whole(start_mode: StartMode, mode: Mode) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'{"model": "m", "messages": ["'
+        for _ in range(5):
+            yield b"y" * 50_000
+            await asyncio.sleep(0.01)
+        yield b'"]}'
+
+    async with start_mode(mode, ok, ok) as setup:
+        setup.chooser.choice = setup.chooser.choice[1:]
+        assert (await setup.post(chunks())).status_code == 200
+        assert len(setup.ranks[1].received[-1].body) == 250_032
+
+
+@in_every_mode
+async def test_a_client_cannot_choose_its_rank(start_mode: StartMode, mode: Mode) -> None:
+    async with start_mode(mode, ok, ok) as setup:
+        setup.chooser.choice = setup.chooser.choice[:1]
+        for _ in range(3):
+            forged = setup.ranks[1].endpoint
+            answer = await setup.post(
+                **{"x-gateway-destination-endpoint": forged, "x-data-parallel-rank": "1"}
+            )
+            assert answer.headers["x-wavegate-rank"] == "g0/0"
+        received = setup.ranks[0].received[-1].headers
+        # The route removes the header again: ranks have no use for it.
+        assert "x-gateway-destination-endpoint" not in received
+        assert "x-data-parallel-rank" not in received
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [mode for mode in MODES.values() if mode.sees_headers],
+    ids=[n for n, m in MODES.items() if m.sees_headers],
+)
+async def test_a_request_without_a_body_is_picked_for_where_headers_are_sent(
+    start_mode: StartMode, mode: Mode
+) -> None:
+    async with start_mode(mode, ok, stream_slowly) as setup:
+        setup.chooser.choice = setup.chooser.choice[1:]
+        async with setup.client() as http, http.stream("GET", "/v1/models") as answer:
+            assert answer.headers["x-wavegate-rank"] == "g0/1"
+            assert setup.chooser.reservations == [0, 1]
+            await answer.aread()
+        await setup.until_reservations_are([0, 0], within_s=0.5)
+
+
+@in_every_mode
+async def test_a_reservation_lives_as_long_as_the_response(start_mode: StartMode, mode: Mode) -> None:
+    async with start_mode(mode, stream_slowly) as setup, setup.client() as http:
+        async with http.stream("POST", CHAT, content=b'{"model":"m","messages":[]}') as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    assert setup.chooser.reservations == [1]
+        await setup.until_reservations_are([0], within_s=0.5)
+
+
+@in_every_mode
+async def test_a_client_that_leaves_frees_its_rank_at_once(start_mode: StartMode, mode: Mode) -> None:
+    async with start_mode(mode, stream_slowly) as setup:
+        async with (
+            setup.client() as http,
+            http.stream("POST", CHAT, content=b'{"model":"m","messages":[]}') as answer,
+        ):
+            await anext(answer.aiter_raw())
+            assert setup.chooser.reservations == [1]
+        await setup.until_reservations_are([0], within_s=0.5)
+
+
+@in_every_mode
+async def test_a_request_held_for_more_than_a_second_is_then_routed(
+    start_mode: StartMode, mode: Mode
+) -> None:
+    async with start_mode(mode, ok, ok) as setup:
+        setup.chooser.choice, setup.chooser.hold_s = setup.chooser.choice[1:], 1.3
+        started_s = time.monotonic()
+        answer = await setup.post(b'{"model":"m","messages":["' + b"x" * 200_000 + b'"]}')
+        assert time.monotonic() - started_s >= 1.3
+        assert answer.headers["x-wavegate-rank"] == "g0/1"
+        assert len(setup.ranks[1].received[-1].body) == 200_029
+
+
+@in_every_mode
+async def test_a_client_that_leaves_while_held_is_withdrawn(start_mode: StartMode, mode: Mode) -> None:
+    async with start_mode(mode, ok) as setup:
+        setup.chooser.hold_s = 1.0
+        async with setup.client() as http:
+            with pytest.raises(httpx2.ReadTimeout):
+                await http.post(CHAT, content=b'{"model":"m","messages":[]}', timeout=0.3)
+        await asyncio.sleep(1.0)
+        assert setup.ranks[0].received == []
+        assert [account.picks for account in setup.chooser.ledger.accounts] == [0]
+
+
+@in_every_mode
+async def test_a_rank_that_refuses_is_passed_over_for_the_next_of_the_pick(
+    start_mode: StartMode, mode: Mode
+) -> None:
+    async with start_mode(mode, ok, ok, DEAD) as setup:
+        dead, other = setup.chooser.choice[2], setup.chooser.choice[1]
+        for _ in range(3):
+            setup.chooser.choice = [dead, other]
+            answer = await setup.post()
+            assert (answer.status_code, answer.headers["x-wavegate-rank"]) == (200, "g0/1")
+        await setup.until_reservations_are([0, 0, 0], within_s=0.5)
+
+
+async def test_the_reservation_moves_to_the_rank_that_served(start_mode: StartMode) -> None:
+    async with start_mode(MODES["endpoint picker"], ok, stream_slowly, DEAD) as setup:
+        setup.chooser.choice = [setup.chooser.choice[2], setup.chooser.choice[1]]
+        async with (
+            setup.client() as http,
+            http.stream("POST", CHAT, content=b'{"model":"m","messages":[]}') as answer,
+        ):
+            await anext(answer.aiter_raw())
+            assert setup.chooser.reservations == [0, 1, 0]
+        await setup.until_reservations_are([0, 0, 0], within_s=0.5)
+
+
+@in_every_mode
+async def test_a_refusal_reaches_the_client_as_it_was_made(start_mode: StartMode, mode: Mode) -> None:
+    async with start_mode(mode, ok) as setup:
+        setup.chooser.refusal = Refused(429, DropReason.QUEUE_FULL, retry_after_s=2)
+        answer = await setup.post()
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "2"
+        assert answer.headers["x-wavegate-drop-reason"] == "queue_full"
+        assert answer.json()["error"]["code"] == "queue_full"
+        assert setup.ranks[0].received == []
+
+
+@in_every_mode
+async def test_without_the_service_envoy_balances_by_itself(start_mode: StartMode, mode: Mode) -> None:
+    async with start_mode(mode, ok, with_service=False) as setup:
+        for size in (10, 300_000):
+            answer = await setup.post(b'{"model":"m","messages":["' + b"x" * size + b'"]}')
+            assert (answer.status_code, answer.headers["x-wavegate-rank"]) == (200, "g0/0")
+
+
+async def test_a_partial_body_tells_the_facts_of_a_long_prompt(start_mode: StartMode) -> None:
+    async with start_mode(MODES["partial"], ok) as setup:
+        body = (
+            b'{"model":"m","stream":true,"messages":[{"role":"user","content":"' + b"abcd" * 500_000 + b'"}]}'
+        )
+        await setup.post(body)
+        assert setup.ranks[0].received[-1].body == body
+        (facts,) = setup.chooser.facts
+        assert (facts.model, facts.stream) == ("m", True)
+        assert facts.prompt_tokens == pytest.approx(500_000, rel=0.01)
+
+
+async def test_an_endpoint_picker_refuses_a_body_above_its_limit(start_mode: StartMode) -> None:
+    async with start_mode(MODES["endpoint picker"], ok, max_body_bytes=100_000) as setup:
+        answer = await setup.post(b"x" * 100_001)
+        assert answer.status_code == 413
+        assert setup.ranks[0].received == []
+
+
+async def test_an_endpoint_picker_counts_tokens_and_keeps_the_clients_name_of_a_model(
+    start_mode: StartMode,
+) -> None:
+    async with start_mode(MODES["endpoint picker"], stream_slowly, model_names={"mine": "target"}) as setup:
+        answer = await setup.post(b'{"model":"mine","messages":[]}')
+        assert setup.ranks[0].received[-1].body == b'{"model":"target","messages":[]}'
+        assert answer.text.count('"model":"mine"') == 10
+        assert "target" not in answer.text
+        async with asyncio.timeout(5):
+            while not setup.observed.responses:
+                await asyncio.sleep(0.005)
+        assert setup.observed.responses == [("g0/0", 200, Usage(7, 10))]
+
+
+async def test_what_a_gateway_hides_is_left_to_the_ranks_reports(start_mode: StartMode) -> None:
+    async with start_mode(REQUEST_PHASES_ONLY, stream_slowly) as setup:
+        account = setup.chooser.ledger.accounts[0]
+        async with (
+            setup.client() as http,
+            http.stream("POST", CHAT, content=b'{"model":"m","messages":[]}') as answer,
+        ):
+            async for _ in answer.aiter_raw():
+                pass
+            async with asyncio.timeout(5):
+                while not account.unobserved:
+                    await asyncio.sleep(0.005)
+        assert (account.reservations, len(account.unobserved)) == (1, 1)
+
+
+async def test_trailers_of_a_request_pass_the_endpoint_picker(start_mode: StartMode) -> None:
+    async with start_mode(replace(MODES["endpoint picker"], accepts_trailers=True), ok) as setup:
+        host, _, port = setup.envoy.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b'{"model":"m","messages":[]}'
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\ntrailer: x-t\r\n\r\n".encode()
+        )
+        writer.write(head + b"%x\r\n%b\r\n0\r\nx-t: 1\r\n\r\n" % (len(body), body))
+        status = await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+        assert b" 200 " in status
+        assert setup.ranks[0].received[-1].body == body
