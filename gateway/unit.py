@@ -150,8 +150,7 @@ class Unit:
             UnitFailed: one ended or was not ready in time. The others are still running: call `stop`.
         """
         for plan in self.plan.processes:
-            log = LogFile(self._folder.log_path(plan.name))
-            self._children.append(await ChildProcess.start(plan, log))
+            await self._start_child(plan)
         ready = asyncio.create_task(self._wait_until_ready(on_ready))
         loss = asyncio.create_task(self.wait_for_loss())
         try:
@@ -168,6 +167,14 @@ class Unit:
         finally:
             ready.cancel()
             loss.cancel()
+
+    async def _start_child(self, plan: ProcessPlan) -> None:
+        """Not cancelled half-way: a process that has been started must be known to be stopped."""
+        starting = asyncio.create_task(ChildProcess.start(plan, LogFile(self._folder.log_path(plan.name))))
+        try:
+            await asyncio.shield(starting)
+        finally:
+            self._children.append(await starting)
 
     async def _wait_until_ready(self, on_ready: OnReady) -> None:
         waiting = list(self._children)

@@ -95,7 +95,7 @@ def is_running(pid: int) -> bool:
     """Whether a process exists and is no zombie that waits for an indifferent init."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except OSError:
         return False
     return state != "Z"
 
@@ -103,6 +103,20 @@ def is_running(pid: int) -> bool:
 def running(pids: Iterable[int]) -> list[int]:
     """Those that still run."""
     return [pid for pid in pids if is_running(pid)]
+
+
+def running_with(text: str) -> list[int]:
+    """All processes of this machine whose command line contains `text`."""
+    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in running(found) if text in command_line(pid)]
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
 
 
 async def eventually(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tests.builders_processes import free_port, is_running
+from tests.builders_processes import command_line, free_port, is_running
 
 COMMAND = (sys.executable, "-P", "-m", "gateway.cli")
 
@@ -57,14 +57,7 @@ class WavegateProcess:
             for pid in children.get(pending.pop(), []):
                 found.append(pid)
                 pending.append(pid)
-        return [pid for pid in found if is_running(pid) and matching in _command_line(pid)]
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
+        return [pid for pid in found if is_running(pid) and matching in command_line(pid)]
 
 
 @asynccontextmanager

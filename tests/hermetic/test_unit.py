@@ -13,7 +13,7 @@ import pytest
 from gateway.plan import UnitPlan
 from gateway.run_folder import RunFolder, locked_run_folder
 from gateway.unit import Unit, UnitFailed
-from tests.builders_processes import Journal, eventually, is_running, process, running, unit
+from tests.builders_processes import Journal, eventually, is_running, process, running, running_with, unit
 
 MakeUnit = Callable[[UnitPlan], Unit]
 
@@ -127,3 +127,17 @@ async def test_a_unit_can_be_started_again(make: MakeUnit, journal: Journal) -> 
     await group.stop()
     await group.start()
     assert journal.entries("started") == ["a", "a"]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3])
+async def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing_once_stopped(
+    make: MakeUnit, journal: Journal, delay_s: float
+) -> None:
+    group = make(unit("group", process("a", journal), process("b", journal, offspring=1)))
+    starting = asyncio.create_task(group.start())
+    await asyncio.sleep(delay_s)
+    starting.cancel()
+    await asyncio.wait([starting])
+    await group.stop()
+    await eventually(lambda: running_with(str(journal.path)) == [])
+    await eventually(lambda: running(journal.pids()) == [])
