@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ext_proc.service import STREAM_END_METADATA
+from gateway.envoy_types import typed
 
 SKIP, SEND = "SKIP", "SEND"
 
@@ -31,6 +33,9 @@ class Mode:
     accepts_trailers: bool = False
     """Accept trailers on HTTP/1.1, and give up retries: with a retry policy Envoy 1.40 sends a full-duplex
     body that is followed by trailers twice (envoyproxy/envoy#45470)."""
+
+    tls: Mapping[str, Any] | None = None
+    """TLS of the ext_proc cluster: fields of Envoy's CommonTlsContext."""
 
     @property
     def sees_headers(self) -> bool:
@@ -66,6 +71,14 @@ class Mode:
             del route["route"]["retry_policy"]
         if self.body_buffer_limit_bytes is not None:
             route["request_body_buffer_limit"] = self.body_buffer_limit_bytes
+        if self.tls is not None:
+            rendered["static_resources"]["clusters"][1]["transport_socket"] = {
+                "name": "envoy.transport_sockets.tls",
+                "typed_config": typed(
+                    "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+                    common_tls_context=self.tls,
+                ),
+            }
         if self.response_header == SEND:
             ranks = rendered["static_resources"]["clusters"][0]
             policy = ranks["load_balancing_policy"]["policies"][0]["typed_extension_config"]["typed_config"]

@@ -7,16 +7,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+import trustme
 from aiohttp import web
 
 from ext_proc.decision import Decision, DropReason, Placed, Refused
 from ext_proc.ledger import Ledger
 from ext_proc.protocol import ProtocolSettings
-from ext_proc.service import ExtProcServer, ServerSettings
+from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
 from ext_proc.usage import Usage
 from ext_proc.vocabulary import Pick, PickReason, Rank, RequestFacts
 from tests.builders import pool
@@ -146,7 +148,11 @@ def start_mode(tmp_path_factory: pytest.TempPathFactory) -> StartMode:
 
     @asynccontextmanager
     async def start(
-        mode: Mode, *answers: Any, with_service: bool = True, **protocol: Any
+        mode: Mode,
+        *answers: Any,
+        with_service: bool = True,
+        tls: TlsFiles | None = None,
+        **protocol: Any,
     ) -> AsyncIterator[Setup]:
         async with AsyncExitStack() as parts:
             stubs = []
@@ -160,7 +166,7 @@ def start_mode(tmp_path_factory: pytest.TempPathFactory) -> StartMode:
             ranks = [Rank("g0", index, stub.endpoint) for index, stub in enumerate(stubs)]
             chooser, observed = Chooser(ranks), Observed()
             chooser.server = ExtProcServer(
-                chooser, ServerSettings("127.0.0.1:0"), ProtocolSettings(**protocol), observed
+                chooser, ServerSettings("127.0.0.1:0", tls=tls), ProtocolSettings(**protocol), observed
             )
             target = NO_GATEWAY
             if with_service:
@@ -391,3 +397,31 @@ async def test_trailers_of_a_request_pass_the_endpoint_picker(start_mode: StartM
         writer.close()
         assert b" 200 " in status
         assert setup.ranks[0].received[-1].body == body
+
+
+async def test_envoy_and_the_service_can_talk_over_mutual_tls(start_mode: StartMode, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    of_gateway, of_envoy = authority.issue_cert("127.0.0.1"), authority.issue_cert("envoy.example")
+    files = TlsFiles(tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem")
+    of_gateway.cert_chain_pems[0].write_to_path(str(files.certificate))
+    of_gateway.private_key_pem.write_to_path(str(files.key))
+    authority.cert_pem.write_to_path(str(files.client_ca))
+    of_envoy.cert_chain_pems[0].write_to_path(str(tmp_path / "envoy-cert.pem"))
+    of_envoy.private_key_pem.write_to_path(str(tmp_path / "envoy-key.pem"))
+    mode = replace(
+        MODES["one message"],
+        tls={
+            "tls_certificates": [
+                {
+                    "certificate_chain": {"filename": str(tmp_path / "envoy-cert.pem")},
+                    "private_key": {"filename": str(tmp_path / "envoy-key.pem")},
+                }
+            ],
+            "validation_context": {"trusted_ca": {"filename": str(files.client_ca)}},
+            "alpn_protocols": ["h2"],
+        },
+    )
+    async with start_mode(mode, ok, ok, tls=files) as setup:
+        setup.chooser.choice = setup.chooser.choice[1:]
+        assert (await setup.post()).headers["x-wavegate-rank"] == "g0/1"
+        assert [account.picks for account in setup.chooser.ledger.accounts] == [0, 1]
