@@ -1,121 +1,30 @@
-"""The shape of `wavegate.yaml`: every field, its type, bounds, default and meaning, in one place.
+"""The shape of `wavegate.yaml`: every field, its type, bounds, default and meaning.
 
 Must never read files, the environment or a clock; `config_file` loads and explains errors.
 """
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from ext_proc.policies import policy_names
 from ext_proc.vocabulary import Rank
-
-Port = Annotated[int, Field(ge=1, le=65535)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-GROUP_NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,31}$"
-LOOPBACK = "127.0.0.1"
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values never change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-def endpoint(host: str, port: int) -> str:
-    """`ip:port` as Envoy and the endpoint-picker protocol spell it: IPv6 in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def split_endpoint(text: str) -> tuple[str, int]:
-    """Host (an IP address without brackets) and port of `ip:port`; ValueError explains what is wrong."""
-    host, separator, port = text.rpartition(":")
-    if not separator or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
-        raise ValueError(f"{text!r} is not ip:port, e.g. 10.0.0.1:8000")
-    return _ip_address(host.removeprefix("[").removesuffix("]")), int(port)
-
-
-def _ip_address(value: str) -> str:
-    try:
-        return str(ipaddress.ip_address(value))
-    except ValueError:
-        hint = "127.0.0.1" if value == "localhost" else "10.0.0.1"
-        raise ValueError(
-            f"{value!r} is not an IP address; Envoy addresses ranks by IP, so write e.g. {hint}"
-        ) from None
-
-
-def _reachable_ip_address(value: str) -> str:
-    address = ipaddress.ip_address(_ip_address(value))
-    if address.is_unspecified:
-        raise ValueError(
-            f"{value!r} names no machine, so Envoy cannot send to it; write the ranks' own address"
-        )
-    return str(address)
-
-
-def _canonical_endpoint(value: str) -> str:
-    host, port = split_endpoint(value)
-    return endpoint(_reachable_ip_address(host), port)
-
-
-def _listen_address(value: str) -> str:
-    if not value.startswith("unix:"):
-        host, port = split_endpoint(value)
-        return endpoint(host, port)
-    path = value.removeprefix("unix:")
-    if not path.startswith("/"):
-        raise ValueError("write the socket's absolute path, e.g. unix:/run/wavegate/ext_proc.sock")
-    if len(path.encode()) > MAX_UNIX_PATH_BYTES:
-        raise ValueError(f"the socket's path is longer than {MAX_UNIX_PATH_BYTES} bytes, the system's limit")
-    return value
-
-
-def _argument(value: object) -> object:
-    """YAML reads `--port, 8000` as a string and a number; on a command line both are text."""
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-MAX_UNIX_PATH_BYTES = 107
-"""sun_path of Linux, less the closing zero."""
-
-IpAddress = Annotated[str, AfterValidator(_ip_address), Field(examples=[LOOPBACK])]
-ReachableIpAddress = Annotated[str, AfterValidator(_reachable_ip_address), Field(examples=[LOOPBACK])]
-Endpoint = Annotated[str, AfterValidator(_canonical_endpoint), Field(examples=["10.0.0.1:8000"])]
-ListenAddress = Annotated[str, AfterValidator(_listen_address), Field(examples=[f"{LOOPBACK}:9002"])]
-Argument = Annotated[str, BeforeValidator(_argument)]
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """One TCP address that a process of this deployment listens on."""
-
-    field: str
-    """Key path of the config field that sets the port."""
-    host: str
-    port: int
-    purpose: str
-    """What listens there, for messages."""
-
-    def overlaps(self, other: Listener) -> bool:
-        """Whether the two cannot listen at the same time."""
-        hosts = {self.host, other.host}
-        return self.port == other.port and (len(hosts) == 1 or bool(hosts & {"0.0.0.0", "::"}))
+from gateway.config_groups import AdoptedGroup, EmbeddedGroup, Group
+from gateway.config_types import (
+    LOOPBACK,
+    IpAddress,
+    ListenAddress,
+    Listener,
+    Port,
+    Seconds,
+    Section,
+    split_endpoint,
+)
 
 
 class EnvoyHealthCheck(Section):
@@ -186,7 +95,7 @@ class EndpointPickerSection(Section):
     """Memory for request bodies that are still arriving, over all streams; beyond it requests get 429."""
     pass_malformed_bodies: bool = False
     """Let the ranks answer requests without a model or prompt, instead of refusing them with 400."""
-    model_names: dict[str, str] = {}
+    model_names: dict[str, str] = Field(default_factory=dict)
     """Name that clients use for a model: name that the ranks know, put in its place in the request."""
     conformance_tests: bool = False
     """Obey the protocol's conformance tests. Never in production: any client then chooses its rank."""
@@ -244,82 +153,6 @@ class GatewaySection(Section):
         if value not in policy_names():
             raise ValueError(f"no policy is called {value!r}; write one of: {', '.join(policy_names())}")
         return value
-
-
-class StepTimeSection(Section):
-    """How long the engines' steps take, before the gateway has learned it from their reports."""
-
-    fixed_ms: Annotated[float, Field(gt=0, le=60_000)] = 20.0
-    prefill_us_per_token: Annotated[float, Field(gt=0, le=1_000_000)] = 80.0
-    decode_us_per_sequence: Annotated[float, Field(gt=0, le=1_000_000)] = 100.0
-    kv_ns_per_token: Annotated[float, Field(gt=0, le=1_000_000)] = 20.0
-
-
-class GroupSection(Section):
-    """What all groups have in common."""
-
-    name: Annotated[str, Field(pattern=GROUP_NAME_PATTERN)]
-    """Name of the group, unique; it is part of every rank's name."""
-    model: Annotated[str, Field(min_length=1, max_length=256)]
-    """Model name clients ask for."""
-    lock_step: bool = True
-    """Whether several ranks step together, as those of a MoE model do; a single rank never does."""
-    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Token budget of the engines' steps. Where it is not said, it is learned."""
-    step_time: StepTimeSection = StepTimeSection()
-
-
-class EmbeddedGroup(GroupSection):
-    """Ranks of the embedded engine, started by `wavegate up`: for development and evaluation only."""
-
-    engine: Literal["embedded"]
-    model: Annotated[str, Field(min_length=1, max_length=256)] = "wavegate-embedded"
-    data_parallel_size: Annotated[int, Field(ge=1, le=1024)] = 1
-    host: ReachableIpAddress = LOOPBACK
-    port: Port = 8100
-    """Rank i listens on port + i."""
-    data_parallel_rpc_port: Port = 29550
-    """Handshake port of rank 0; each group needs its own."""
-    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 2_048
-    """Token budget of the ranks' steps."""
-    args: tuple[Argument, ...] = ()
-    """More options for every rank, as `wavegate rank --help` lists them."""
-    rank_args: dict[int, tuple[Argument, ...]] = {}
-    """More options for single ranks, by index."""
-
-    @model_validator(mode="after")
-    def _ports_fit(self) -> EmbeddedGroup:
-        last_port = self.port + self.data_parallel_size - 1
-        if last_port > 65535:
-            raise ValueError(f"port + data_parallel_size - 1 is {last_port}, above 65535; lower port")
-        for index in self.rank_args:
-            if not 0 <= index < self.data_parallel_size:
-                raise ValueError(
-                    f"rank_args names rank {index}, but ranks are 0 to {self.data_parallel_size - 1}"
-                )
-        return self
-
-    def ranks(self) -> tuple[Rank, ...]:
-        """The group's ranks in order of their index."""
-        return tuple(
-            Rank(self.name, index, endpoint(self.host, self.port + index))
-            for index in range(self.data_parallel_size)
-        )
-
-
-class AdoptedGroup(GroupSection):
-    """Ranks that somebody else started and supervises, by address."""
-
-    engine: Literal["adopted"]
-    endpoints: Annotated[tuple[Endpoint, ...], Field(min_length=1, max_length=1024)]
-    """`ip:port` of each rank, in order of data-parallel rank."""
-
-    def ranks(self) -> tuple[Rank, ...]:
-        """The group's ranks in order of their index."""
-        return tuple(Rank(self.name, index, address) for index, address in enumerate(self.endpoints))
-
-
-Group = Annotated[EmbeddedGroup | AdoptedGroup, Field(discriminator="engine")]
 
 
 class Config(Section):

@@ -14,7 +14,9 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from gateway.config import GROUP_NAME_PATTERN, AdoptedGroup, Config, EmbeddedGroup, Section
+from gateway.config import Config
+from gateway.config_groups import GROUP_NAME_PATTERN, AdoptedGroup, EmbeddedGroup
+from gateway.config_types import Section
 
 Keys = tuple[str | int, ...]
 

@@ -20,7 +20,8 @@ from ext_proc.policies import make_policy
 from ext_proc.settings import AdmissionSettings, LedgerSettings, Targets
 from ext_proc.step_times import UNKNOWN_BUDGET_TOKENS, StepCosts, StepTimes
 from ext_proc.vocabulary import RequestFacts
-from gateway.config import Config, Group
+from gateway.config import Config
+from gateway.config_groups import Group
 
 
 def build_ledger(config: Config) -> Ledger:

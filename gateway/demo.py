@@ -12,7 +12,8 @@ import signal
 from rich.console import Console
 from rich.markup import escape
 
-from gateway.config import Config, endpoint
+from gateway.config import Config
+from gateway.config_types import endpoint
 from gateway.demo_drive import demo_requests, drive
 from gateway.demo_view import live_rank_table, problems_of, show_heading, show_result, summary
 from gateway.deployment import run_deployment

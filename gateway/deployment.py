@@ -8,7 +8,8 @@ from __future__ import annotations
 import yaml
 
 from gateway import envoy_admin
-from gateway.config import Config, endpoint
+from gateway.config import Config
+from gateway.config_types import endpoint
 from gateway.envoy_config import render, to_yaml
 from gateway.envoy_process import EnvoyError, locate
 from gateway.plan import plan, reachable

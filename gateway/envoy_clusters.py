@@ -5,7 +5,8 @@ Must never touch listeners or routes.
 
 from __future__ import annotations
 
-from gateway.config import Config, split_endpoint
+from gateway.config import Config
+from gateway.config_types import split_endpoint
 from gateway.envoy_types import Json, duration, ip_address, typed
 
 RANKS_CLUSTER = "ranks"

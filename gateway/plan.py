@@ -9,7 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.config import Config, EmbeddedGroup, endpoint
+from gateway.config import Config
+from gateway.config_groups import EmbeddedGroup
+from gateway.config_types import endpoint
 from gateway.envoy_process import command as envoy_command
 from gateway.run_folder import RunFolder
 

@@ -9,7 +9,7 @@ import errno
 import socket
 from collections.abc import Callable, Iterable
 
-from gateway.config import Listener
+from gateway.config_types import Listener
 
 SEARCHED_PORTS = 1000
 

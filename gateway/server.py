@@ -16,7 +16,8 @@ from ext_proc.protocol import ProtocolSettings
 from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
 from ext_proc.vocabulary import Rank, RankReport
 from gateway.admin import admin_app
-from gateway.config import Config, GatewaySection, endpoint
+from gateway.config import Config, GatewaySection
+from gateway.config_types import endpoint
 from gateway.decision import LiveAdmission, build_admission, build_ledger
 from gateway.telemetry import Telemetry
 from vllm_ranks.reports.scraper import Scraper

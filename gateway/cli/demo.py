@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 
 from gateway.cli.options import fail
-from gateway.config import Config, EnvoySection, GatewaySection, endpoint, split_endpoint
+from gateway.config import Config, EnvoySection, GatewaySection
+from gateway.config_types import endpoint, split_endpoint
 from gateway.deployment import StartFailed
 from gateway.ports import port_problems
 from gateway.run_folder import DEFAULT_RUN_FOLDER, RunFolderError, locked_run_folder

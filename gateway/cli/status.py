@@ -12,7 +12,8 @@ from rich.live import Live
 from rich.text import Text
 
 from gateway.cli.options import fail, load_config
-from gateway.config import GatewaySection, endpoint
+from gateway.config import GatewaySection
+from gateway.config_types import endpoint
 from gateway.plan import reachable
 from gateway.rank_table import rank_table
 from gateway.status_client import StatusError, parse_status, read_status, status_session

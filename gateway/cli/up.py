@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 
 from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_config
-from gateway.config import Config, endpoint
+from gateway.config import Config
+from gateway.config_types import endpoint
 from gateway.deployment import StartFailed, run_deployment
 from gateway.progress import Progress
 from gateway.run_folder import DEFAULT_RUN_FOLDER, RunFolder, RunFolderError, locked_run_folder

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.config import Listener
+from gateway.config_types import Listener
 from gateway.ports import port_problems
 
 

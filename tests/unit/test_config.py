@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gateway.config import Config, endpoint, split_endpoint
+from gateway.config import Config
+from gateway.config_types import endpoint, split_endpoint
 
 
 def config(*groups: dict[str, Any], **sections: Any) -> Config:
