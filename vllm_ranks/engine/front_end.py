@@ -7,7 +7,6 @@ engine is dead (vLLM 0.32 vllm/v1/engine/async_llm.py). Must never see HTTP.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -20,16 +19,25 @@ from vllm_ranks.engine.client import EngineClient, EngineDeadError
 from vllm_ranks.engine.config import LoraModule, RankConfig
 from vllm_ranks.engine.metrics import EngineMetrics
 from vllm_ranks.engine.output_processor import Collector, OutputProcessor, Parent, SequenceRequest
+from vllm_ranks.engine.queue_limits import QueueLimit, QueueLimits
 
-logger = logging.getLogger(__name__)
+_REFUSALS: dict[QueueLimit, str] = {
+    "max_num_queued_reqs": (
+        "The engine is currently busy and cannot accept new requests. "
+        "Please try again later or on a different instance."
+    ),
+    "max_num_queued_tokens": (
+        "The engine has reached its prefill token backlog limit. "
+        "Please try again later or on a different instance."
+    ),
+}
 
 
 class QueueFullError(RuntimeError):
     """A queue limit refuses the request; answered 503, safe to retry elsewhere."""
 
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+    def __init__(self, limit: QueueLimit) -> None:
+        super().__init__(_REFUSALS[limit])
 
 
 class DataParallelRankError(ValueError):
@@ -72,6 +80,8 @@ class FrontEnd:
         self.config = config
         self.client = client
         self.metrics = metrics
+        scheduler = config.scheduler
+        self._limits = QueueLimits(scheduler.max_num_queued_reqs, scheduler.max_num_queued_tokens)
         self._processor = OutputProcessor()
         self._admission = admission
         self._to_abort: set[asyncio.Task[None]] = set()
@@ -183,26 +193,11 @@ class FrontEnd:
             raise DataParallelRankError(f"data_parallel_rank {rank} is out of range [0, {count}).")
 
     def _check_admission(self, n: int) -> None:
-        limits = self.config.scheduler
-        if limits.max_num_queued_reqs is not None:
-            current = self._processor.unfinished if self._admission is None else self._admission.total()
-            if current + n > limits.max_num_queued_reqs:
-                self._reject(
-                    "max_num_queued_reqs",
-                    "The engine is currently busy and cannot accept new requests. "
-                    "Please try again later or on a different instance.",
-                )
-        tokens = limits.max_num_queued_tokens
-        if tokens is not None and self._processor.queued_tokens >= tokens:
-            self._reject(
-                "max_num_queued_tokens",
-                "The engine has reached its prefill token backlog limit. "
-                "Please try again later or on a different instance.",
-            )
-
-    def _reject(self, reason: str, message: str) -> None:
-        self.metrics.record_rejection(reason)
-        raise QueueFullError(reason, message)
+        unfinished = self._processor.unfinished if self._admission is None else self._admission.total()
+        limit = self._limits.refusal(unfinished, self._processor.queued_tokens, n)
+        if limit is not None:
+            self.metrics.record_rejection(limit)
+            raise QueueFullError(limit)
 
     def _count_admitted(self) -> None:
         if self._admission is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -25,6 +26,7 @@ from vllm_ranks.engine.metric_buckets import (
     TIME_TO_FIRST_TOKEN_S,
     request_token_buckets,
 )
+from vllm_ranks.engine.queue_limits import QueueLimit
 from vllm_ranks.engine.request import FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -70,7 +72,6 @@ _COUNTERS: Mapping[str, str] = {
 _PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _CACHE_TIERS = ("device", "host", "p2p", "disk", "external_unspecified")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens")
 
 
 @dataclass(slots=True)
@@ -219,7 +220,7 @@ class EngineMetrics:
             ("model_name", "reason"),
             registry=self.registry,
         )
-        self._rejections = {r: rejections.labels(self._model_name, r) for r in REJECTION_REASONS}
+        self._rejections = {r: rejections.labels(self._model_name, r) for r in get_args(QueueLimit)}
 
     def record_scheduler(self, engine: int, stats: wire.SchedulerStats) -> None:
         """An engine reported its scheduler's state after a step."""
@@ -294,9 +295,9 @@ class EngineMetrics:
         for name, value in values.items():
             series.histograms[name].observe(value)
 
-    def record_rejection(self, reason: str) -> None:
-        """A request was answered 503 by the queue limit `reason`."""
-        self._rejections[reason].inc()
+    def record_rejection(self, limit: QueueLimit) -> None:
+        """A request was answered 503 by a queue limit."""
+        self._rejections[limit].inc()
 
     def record_wave(self, wave: int, running: bool) -> None:
         """What this front end knows of its group's wave; the same for all its engines."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.builders_engine import external, parallel_config, rank_config
+from tests.builders_rank_config import external, parallel_config, rank_config
 from vllm_ranks.engine.config import RankConfig
 from vllm_ranks.engine.derivation import ConfigError, offset_endpoint_port
 

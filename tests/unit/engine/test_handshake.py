@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders_engine import external, parallel_config
+from tests.builders_rank_config import external, parallel_config
 from vllm_ranks.engine import wire
 from vllm_ranks.engine.config import ParallelConfig
 from vllm_ranks.engine.handshake import EngineRegistry, HandshakeError, expected_engines
