@@ -20,6 +20,8 @@ START_TIMEOUT_S = 30.0
 
 def envoy_config(groups: Sequence[Sequence[str]], ext_proc: str = "127.0.0.1:1", **envoy: Any) -> Config:
     """A configuration of adopted groups g0, g1, … with these endpoints; `envoy` are fields of its section."""
+    # The configuration insists that Envoy waits longer than the gateway may hold a request.
+    max_hold_s = min(10.0, envoy.get("message_timeout_s", 15.0) / 2)
     return Config.model_validate(
         {
             "groups": [
@@ -27,7 +29,7 @@ def envoy_config(groups: Sequence[Sequence[str]], ext_proc: str = "127.0.0.1:1",
                 for index, endpoints in enumerate(groups)
             ],
             "envoy": envoy,
-            "gateway": {"ext_proc_listen": ext_proc},
+            "gateway": {"ext_proc_listen": ext_proc, "admission": {"max_hold_s": max_hold_s}},
         }
     )
 
