@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ext_proc.policies import policy_names
 from ext_proc.vocabulary import Rank
-from gateway.config_groups import AdoptedGroup, EmbeddedGroup, Group
+from gateway.config_groups import AdoptedGroup, EmbeddedGroup, Group, VllmGroup
 from gateway.config_types import (
     LOOPBACK,
     IpAddress,
@@ -225,13 +225,21 @@ class Config(Section):
             host, port = split_endpoint(gateway.ext_proc_listen)
             yield Listener("gateway.ext_proc_listen", host, port, "the ext_proc service")
         for position, group in enumerate(self.groups):
-            if not isinstance(group, EmbeddedGroup):
-                continue
-            path = f"groups[{position}]"
-            if group.data_parallel_size > 1:
-                rpc_port = group.data_parallel_rpc_port
-                purpose = f"the handshake of group {group.name}"
-                yield Listener(f"{path}.data_parallel_rpc_port", group.host, rpc_port, purpose)
-            for rank in group.ranks():
-                port = group.port + rank.index
-                yield Listener(f"{path}.port", group.host, port, f"rank {rank.name}")
+            if isinstance(group, EmbeddedGroup) or (isinstance(group, VllmGroup) and group.is_local):
+                yield from group_listeners(group, f"groups[{position}]")
+
+
+def group_listeners(group: EmbeddedGroup | VllmGroup, path: str, node: int = 0) -> Iterator[Listener]:
+    """Every TCP address that the ranks of one machine listen on; `path` is the group's place in the file."""
+    places = [rank for rank in group.ranks() if rank.index // group.ranks_per_node == node]
+    if group.data_parallel_size > 1 and node == 0:
+        address = group.launch().address if isinstance(group, VllmGroup) else group.host
+        purpose = f"the handshake of group {group.name}"
+        yield Listener(f"{path}.data_parallel_rpc_port", address, group.data_parallel_rpc_port, purpose)
+    for rank in places:
+        yield Listener(f"{path}.port", *split_endpoint(rank.endpoint), f"rank {rank.name}")
+    if isinstance(group, VllmGroup) and group.kv_events_port is not None:
+        for rank in places:
+            for port in (group.kv_events_port, group.kv_events_port + group.data_parallel_size):
+                host, purpose = split_endpoint(rank.endpoint)[0], f"the KV events of rank {rank.name}"
+                yield Listener(f"{path}.kv_events_port", host, port + rank.index, purpose)

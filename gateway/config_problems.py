@@ -12,17 +12,18 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from gateway.config import Config
-from gateway.config_groups import GROUP_NAME_PATTERN, AdoptedGroup, EmbeddedGroup
+from gateway.config_groups import GROUP_NAME_PATTERN, AdoptedGroup, EmbeddedGroup, VllmGroup
 from gateway.config_types import Section
 
 Keys = tuple[str | int, ...]
 
 _GROUP_ENGINES: Mapping[str, type[Section]] = {
     get_args(section.model_fields["engine"].annotation)[0]: section
-    for section in (EmbeddedGroup, AdoptedGroup)
+    for section in (EmbeddedGroup, VllmGroup, AdoptedGroup)
 }
 
 
@@ -118,14 +119,19 @@ def _section(keys: Keys, data: Any) -> type[Section] | None:
     return section
 
 
+def _fields(section: type[Section]) -> dict[str, FieldInfo]:
+    """The keys of a section as files spell them."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
 def _subsections(section: type[Section]) -> dict[str, type[Section]]:
-    annotations = {name: field.annotation for name, field in section.model_fields.items()}
+    annotations = {name: field.annotation for name, field in _fields(section).items()}
     return {name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, Section)}
 
 
 def _homes(key: str, section: type[Section] = Config, path: str = "the top level") -> Iterator[str]:
     """Where `key` would be right, below and including `section`."""
-    if key in section.model_fields:
+    if key in _fields(section):
         yield path
     if section is Config:
         for engine, group in _GROUP_ENGINES.items():
@@ -136,13 +142,13 @@ def _homes(key: str, section: type[Section] = Config, path: str = "the top level
 
 def _meaning(keys: Keys, data: object) -> str:
     section = _section(keys, data)
-    field = section.model_fields.get(str(keys[-1])) if section else None
+    field = _fields(section).get(str(keys[-1])) if section else None
     return f": {field.description}" if field and field.description else ""
 
 
 def _unknown_key(keys: Keys, data: Any) -> str:
     key, section = str(keys[-1]), _section(keys, data)
-    known = list(section.model_fields) if section else []
+    known = list(_fields(section)) if section else []
     if homes := list(_homes(key)):
         return f"is not a key here; it belongs to {' or '.join(homes)}"
     if near := difflib.get_close_matches(key, known, n=1):

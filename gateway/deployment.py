@@ -34,7 +34,7 @@ async def run_deployment(config: Config, folder: RunFolder, progress: Progress, 
         raise StartFailed("\n".join(problems))
     try:
         planned = plan(config, folder, locate(config.envoy.binary))
-        folder.write_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        folder.write_config(yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False))
         folder.write_envoy_config(to_yaml(render(config)))
         supervisor = Supervisor(planned.units, folder, progress, lambda: _drain(config, progress))
         await supervisor.run(work)

@@ -29,7 +29,7 @@ def check(config: ConfigPath = DEFAULT_CONFIG_PATH) -> None:
 @app.command()
 def show(config: ConfigPath = DEFAULT_CONFIG_PATH) -> None:
     """Print the configuration as wavegate sees it, all defaults filled in."""
-    data = load_config(config).model_dump(mode="json")
+    data = load_config(config).model_dump(mode="json", by_alias=True)
     typer.echo(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120), nl=False)
 
 

@@ -129,7 +129,7 @@ def test_what_was_loaded_can_be_written_and_loaded_again() -> None:
         adopted("[fd00::1]:8000"),
         gateway={"ext_proc_listen": "unix:/tmp/x.sock"},
     )
-    written = yaml.safe_dump(first.model_dump(mode="json"))
+    written = yaml.safe_dump(first.model_dump(mode="json", by_alias=True))
     assert Config.model_validate(yaml.safe_load(written)) == first
 
 

@@ -51,13 +51,15 @@ envoy:
         ("groups: []", "line 1: groups: is empty; it needs at least one item"),
         ("groups: 3", "line 1: groups: is 3; it must be a list (lines beginning with `- `, or [a, b])"),
         ("- a", "is a list; it must be a section (indented `key: value` lines)"),
-        ("groups: [{name: a}]", "line 1: groups[0].engine: is missing; write embedded or adopted"),
+        ("groups: [{name: a}]", "line 1: groups[0].engine: is missing; write embedded or vllm or adopted"),
         ("groups: [{engine: embeded}]", 'line 1: groups[0].engine: is "embeded"; did you mean embedded?'),
-        ("groups: [{engine: cuda}]", 'line 1: groups[0].engine: is "cuda"; write embedded or adopted'),
+        (
+            "groups: [{engine: cuda}]",
+            'line 1: groups[0].engine: is "cuda"; write embedded or vllm or adopted',
+        ),
         (
             "groups: [{engine: adopted, name: a, model: m}]",
-            "line 1: groups[0].endpoints: is missing: "
-            "`ip:port` of each rank, in order of data-parallel rank.",
+            "line 1: groups[0]: needs endpoints or hosts to find the ranks, and has neither",
         ),
     ],
 )
@@ -90,10 +92,22 @@ def test_wrong_values_are_explained_with_what_would_be_right(section: str, expec
 
 
 def test_a_key_of_another_kind_of_group_is_named_as_such() -> None:
-    text = "groups: [{engine: adopted, name: a, model: m, endpoints: ['10.0.0.1:1'], port: 1}]"
+    text = "groups: [{engine: adopted, name: a, model: m, endpoints: ['10.0.0.1:1'], rank_args: {}}]"
     assert problems(text) == [
-        "line 1: groups[0].port: is not a key here; it belongs to groups with engine: embedded or envoy"
+        "line 1: groups[0].rank_args: is not a key here; it belongs to groups with engine: embedded"
     ]
+
+
+def test_a_key_is_named_as_files_spell_it() -> None:
+    text = "groups: [{engine: vllm, name: a, model: m, rank: local}]"
+    assert problems(text) == ["line 1: groups[0].rank: is not a key here; did you mean ranks?"]
+
+
+def test_places_of_ranks_are_local_or_a_list() -> None:
+    (problem,) = problems("groups: [{engine: vllm, name: a, model: m, ranks: here}]")
+    assert problem == (
+        "line 1: groups[0].ranks: is 'here'; write local, or a list of the machines' addresses"
+    )
 
 
 def test_each_wrong_item_of_a_list_is_named() -> None:
