@@ -164,6 +164,11 @@ async def test_13_a_mapped_model_is_renamed_and_nothing_else_changes(serve_ext_p
     assert got == canonical(ROUTE(A, body=after))
 
 
+async def test_13_a_decision_is_made_for_the_model_that_the_ranks_know(serve_ext_proc: Serve) -> None:
+    shedding = Sheds(waiting(A=0), "target")
+    assert await told(serve_ext_proc, shedding, REQ(), model_names={"m": "target"}) == REJECT(429)
+
+
 async def test_14_a_model_that_nobody_knows_is_routed_unchanged(serve_ext_proc: Serve) -> None:
     body = b'{"model":"unknown","prompt":"p"}'
     got = await told(serve_ext_proc, one(waiting(A=0)), REQ(body), model_names={"m": "t"})
@@ -462,6 +467,13 @@ async def test_42_the_clients_name_of_a_model_is_restored_across_chunks(serve_ex
     assert got == canonical([*ROUTE(A, body=b'{"model":"target","prompt":"p"}'), *passed])
 
 
+async def test_42_an_encoded_response_is_not_searched_for_names(serve_ext_proc: Serve) -> None:
+    chunk = b'{"model":"target"}'
+    response = RESPONSE(chunk, headers=(("content-encoding", "gzip"),))
+    got = await told(serve_ext_proc, one(waiting(A=0)), REQ(), response, model_names={"m": "target"})
+    assert got[2:] == PASSED_RESPONSE(chunk)
+
+
 async def test_42_what_may_be_a_name_at_the_end_of_a_body_is_passed_on_before_its_trailers(
     serve_ext_proc: Serve,
 ) -> None:
@@ -591,6 +603,13 @@ async def test_a_body_above_the_limit_gets_413_before_it_has_ended(serve_ext_pro
     got = await told(serve_ext_proc, one(ledger), request[:-1], max_body_bytes=1024)
     assert got == REJECT(413)
     assert ledger.accounts[0].picks == 0
+
+
+async def test_a_body_as_large_as_the_limit_is_routed(serve_ext_proc: Serve) -> None:
+    body = b"x" * 1024
+    request = REQ(body, path="/tokenize", headers=[("content-length", "1024")])
+    got = await told(serve_ext_proc, one(waiting(A=0)), request, max_body_bytes=1024)
+    assert got == canonical(ROUTE(A, body=body))
 
 
 async def test_a_body_announced_above_the_limit_gets_413_at_once(serve_ext_proc: Serve) -> None:

@@ -47,9 +47,13 @@ class Holding:
     def __init__(self, ledger: Ledger) -> None:
         self._balancer = balancer(ledger, pick_list_length=1)
         self.held: list[HeldRequest] = []
+        self.is_quick = False
+        """Decide at once about what is held."""
 
     def decide(self, facts: RequestFacts, _now_s: float) -> Decision:
         self.held.append(HeldRequest(facts))
+        if self.is_quick:
+            self.place(self.held[-1])
         return self.held[-1]
 
     def place(self, held: HeldRequest) -> None:
@@ -169,3 +173,10 @@ async def test_requests_are_decided_in_any_order(serve_ext_proc: Serve, eventual
         for stream in streams:
             assert (await stream.read()).WhichOneof("response") == "request_body"
             stream.cancel()
+
+
+async def test_a_request_decided_before_its_stream_begins_to_wait_is_routed(serve_ext_proc: Serve) -> None:
+    decider = Holding(pool([A]))
+    decider.is_quick = True
+    async with serve_ext_proc(decider) as served:
+        assert await served.replies(REQ()) == canonical(ROUTE(A))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ext_proc.cut_json import complete
+from ext_proc.cut_json import MAX_DEPTH, complete
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,11 @@ def test_any_cut_of_any_document_reads_as_its_beginning(
     text = json.dumps(document, ensure_ascii=ascii_only, indent=indent).encode()
     cut = text[: data.draw(st.integers(1, len(text)))]
     assert is_beginning(json.loads(complete(cut)), document)
+
+
+def test_a_text_nested_deeper_than_any_request_is_left_as_it_is() -> None:
+    assert complete(b"[" * MAX_DEPTH) == b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
+    assert complete(b"[" * (MAX_DEPTH + 1)) == b"[" * (MAX_DEPTH + 1)
 
 
 @given(st.binary() | st.text(alphabet='{}[]",:\\u0a ').map(str.encode))

@@ -171,6 +171,11 @@ def test_token_ids_of_a_cut_off_body_are_scaled_too() -> None:
     assert facts.prompt_tokens == pytest.approx(40_000, rel=0.01)
 
 
+def test_an_announced_length_below_what_is_there_is_not_believed() -> None:
+    cut = b'{"prompt": "' + b"abcd" * 1000
+    assert read_facts_of_prefix(COMPLETIONS, cut, "r", total_bytes=1).prompt_tokens == 1000
+
+
 def test_no_more_than_a_bounded_part_of_a_cut_off_body_is_read() -> None:
     body = b'{"prompt": "' + b"abcd" * PREFIX_BYTES
     facts = read_facts_of_prefix(COMPLETIONS, body, "r")
