@@ -639,11 +639,12 @@ async def test_a_stream_that_is_cut_gives_its_memory_back(serve_ext_proc: Serve)
 
 
 async def test_an_unknown_body_mode_ends_the_stream_with_a_clear_error(serve_ext_proc: Serve) -> None:
-    request = REQ()
+    request = REQ()[:1]
     request[0].protocol_config.request_body_mode = 5
     async with serve_ext_proc(one(waiting(A=0))) as served:
+        stream = await served.sent(request)
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await served.replies(request)
+            await stream.read()
         assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert "GRPC" in (error.value.details() or "")
 

@@ -179,4 +179,6 @@ async def test_a_request_decided_before_its_stream_begins_to_wait_is_routed(serv
     decider = Holding(pool([A]))
     decider.is_quick = True
     async with serve_ext_proc(decider) as served:
-        assert await served.replies(REQ()) == canonical(ROUTE(A))
+        stream = await served.sent(REQ())
+        assert canonical([await stream.read() for _ in range(2)]) == canonical(ROUTE(A))
+        stream.cancel()
