@@ -17,6 +17,7 @@ from vllm_ranks.engine.arguments import (
     RankArguments,
     SchedulingPolicy,
 )
+from vllm_ranks.engine.time_model import DEFAULT_PRESET, PRESETS
 
 MODEL = "Model and server"
 PARALLEL = "Data parallelism (as in vLLM)"
@@ -248,7 +249,11 @@ def rank(
         ),
     ] = None,
     time_model_preset: Annotated[
-        str | None, typer.Option(help="Named set of step costs; see below.", rich_help_panel=TIME)
+        str | None,
+        typer.Option(
+            help=f"Named set of step costs to start from: {', '.join(PRESETS)}. Default: {DEFAULT_PRESET}.",
+            rich_help_panel=TIME,
+        ),
     ] = None,
     step_fixed_ms: Annotated[
         float | None, typer.Option(help="Cost of any step.", rich_help_panel=TIME)

@@ -139,9 +139,9 @@ def _client(
     parallel, count = config.parallel, config.server.api_server_count
     ranks = parallel.managed_ranks
     if parallel.data_parallel_size == 1:
-        return EngineClient(context, input_socket, output_socket, ranks, client_index, count)
+        return EngineClient(context, input_socket, output_socket, ranks, client_index)
     if parallel.data_parallel_external_lb:
-        return DpEngineClient(context, input_socket, output_socket, ranks, client_index, count)
+        return DpEngineClient(context, input_socket, output_socket, ranks, client_index)
     score = config.server.load_balancing_score
     return DpLoadBalancingClient(context, input_socket, output_socket, ranks, client_index, count, score)
 

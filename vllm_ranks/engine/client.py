@@ -46,7 +46,6 @@ class EngineClient:
         output_socket: Socket,
         managed_ranks: Iterable[int],
         client_index: int = 0,
-        client_count: int = 1,
     ) -> None:
         """Takes over the bound ROUTER and PULL sockets; engines have their addresses."""
         self.engines = tuple(managed_ranks)
@@ -57,7 +56,6 @@ class EngineClient:
         self.waves: FrontEndWaves | None = None
         """What this client believes about its group; `None` without a coordinator."""
         self.client_index = client_index
-        self.client_count = client_count
         self._context = context
         self._input = input_socket
         self._output = output_socket
@@ -186,9 +184,8 @@ class DpEngineClient(EngineClient):
         output_socket: Socket,
         managed_ranks: Iterable[int],
         client_index: int = 0,
-        client_count: int = 1,
     ) -> None:
-        super().__init__(context, input_socket, output_socket, managed_ranks, client_index, client_count)
+        super().__init__(context, input_socket, output_socket, managed_ranks, client_index)
         self.waves: FrontEndWaves = FrontEndWaves()
         self._stats: Socket | None = None
 

@@ -75,7 +75,7 @@ class DpLoadBalancingClient(DpEngineClient):
         client_count: int,
         score: LoadBalancingScore,
     ) -> None:
-        super().__init__(context, input_socket, output_socket, managed_ranks, client_index, client_count)
+        super().__init__(context, input_socket, output_socket, managed_ranks, client_index)
         self._balancer = EngineBalancer(len(self.engines), score, client_index, client_count)
         self._engine_of: dict[str, int] = {}
 

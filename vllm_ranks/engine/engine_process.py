@@ -23,7 +23,8 @@ import zmq
 from vllm_ranks.engine import collective, wire
 from vllm_ranks.engine.config import ParallelConfig, RankConfig
 from vllm_ranks.engine.core import EngineCore
-from vllm_ranks.engine.engine_loop import EngineLoop, InjectedDeath
+from vllm_ranks.engine.engine_controls import EngineControls, InjectedDeath
+from vllm_ranks.engine.engine_loop import EngineLoop
 from vllm_ranks.engine.engine_requests import EngineSideRequests
 from vllm_ranks.engine.executor import Executor
 from vllm_ranks.engine.handshake import GroupParameters, HandshakeError, perform_handshakes
@@ -35,6 +36,7 @@ from vllm_ranks.engine.outputs import OutputSockets
 from vllm_ranks.engine.processes import die_with_parent
 from vllm_ranks.engine.scheduler import Scheduler, SchedulerLimits
 from vllm_ranks.engine.sockets import Context, Socket, open_socket
+from vllm_ranks.engine.step_outputs import StepOutputs
 from vllm_ranks.engine.step_trace import StepTrace
 from vllm_ranks.engine.version import VERSION
 from vllm_ranks.engine.waves import WaveState
@@ -132,7 +134,7 @@ async def _run(
             logger.info("[shutdown] %s", error)
             return
         running.cancel()
-        await loop.outputs.send_engine_dead()
+        await loop.sockets.send_engine_dead()
         raise
     finally:
         for task in (running, *others):
@@ -171,7 +173,7 @@ def _port(parameters: GroupParameters) -> int:
 def _build_loop(
     config: RankConfig,
     rank: int,
-    outputs: OutputSockets,
+    sockets: OutputSockets,
     group: collective.Collective | None,
     publisher: EventPublisher | None,
 ) -> EngineLoop:
@@ -202,19 +204,21 @@ def _build_loop(
         random.Random(f"{config.seed}/{rank}"),
         WaveState(rank, parallel.dp_sync_interval) if parallel.lock_step else None,
     )
+    server, internal_balancing = config.server, parallel.publishes_queue_stats
     return EngineLoop(
         core=core,
         requests=requests,
-        outputs=outputs,
+        sockets=sockets,
+        step_outputs=StepOutputs(
+            core, requests, log_stats=server.log_stats, names_finished=internal_balancing
+        ),
         executor=Executor(parallel.time_scale, group),
-        group=group,
+        controls=EngineControls(core, group, enable_fault_injection=server.enable_fault_injection),
         publisher=publisher,
         kv_notes=notes,
-        publishes_queue_stats=parallel.publishes_queue_stats,
-        shutdown_timeout_s=config.server.shutdown_timeout_s,
-        log_stats=config.server.log_stats,
-        enable_fault_injection=config.server.enable_fault_injection,
-        step_trace=None if config.server.step_trace is None else StepTrace(config.server.step_trace, rank),
+        internal_balancing=internal_balancing,
+        shutdown_timeout_s=server.shutdown_timeout_s,
+        step_trace=None if server.step_trace is None else StepTrace(server.step_trace, rank),
     )
 
 

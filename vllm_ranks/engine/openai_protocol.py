@@ -193,6 +193,8 @@ def check_common(request: _CommonRequest) -> None:
         raise ApiError(
             f"min_tokens must be greater than or equal to 0, got {request.min_tokens}.", param="min_tokens"
         )
+    for name in ("seed", "priority"):
+        check_int64(name, getattr(request, name))
     if request.temperature is not None and not request.temperature >= 0:
         raise ApiError(f"temperature must be non-negative, got {request.temperature}.", param="temperature")
     if request.top_p is not None and not 0 < request.top_p <= 1:
@@ -214,6 +216,12 @@ def check_common(request: _CommonRequest) -> None:
         raise ApiError(f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters.", param="cache_salt")
     if request.prompt_logprobs is not None:
         raise ApiError(f"`prompt_logprobs` is not supported: {_EMBEDDED}.", param="prompt_logprobs")
+
+
+def check_int64(name: str, value: int | None) -> None:
+    """Raises ApiError for an integer that cannot be sent to an engine."""
+    if value is not None and not -(1 << 63) <= value < 1 << 63:
+        raise ApiError(f"{name} must fit into 64 bits, got {value}.", param=name)
 
 
 def completion_prompts(request: CompletionRequest) -> list[list[int]]:

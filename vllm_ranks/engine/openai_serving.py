@@ -8,7 +8,7 @@ Must never decide what an answer says.
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import uuid
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -33,8 +33,6 @@ from vllm_ranks.engine.openai_responses import (
 from vllm_ranks.engine.output_processor import Collector, Delta, GenerationError
 from vllm_ranks.engine.request import FinishReason
 from vllm_ranks.engine.text import detokenize
-
-logger = logging.getLogger(__name__)
 
 _MAX_REQUEST_ID_CHARS = 256
 
@@ -115,6 +113,8 @@ class OpenAiServing:
             for prompt in prompts
         ]
         protocol.check_min_tokens(request.min_tokens, min(limits))
+        priority = _integer_header(http, "X-Vllm-Priority", request.priority) or 0
+        protocol.check_int64("priority", priority)
         return Generation(
             prompts=prompts,
             request_id=response_id,
@@ -125,7 +125,7 @@ class OpenAiServing:
             stop=request.stop_strings,
             include_stop_in_output=request.include_stop_str_in_output,
             seed=request.seed or 0,
-            priority=_integer_header(http, "X-Vllm-Priority", request.priority) or 0,
+            priority=priority,
             cache_salt=request.cache_salt,
             session_id=request.session_id or http.headers.get("X-Session-ID"),
             data_parallel_rank=_integer_header(http, "X-data-parallel-rank", None),
@@ -146,6 +146,9 @@ class OpenAiServing:
                 if request.stream:
                     return await self._stream(http, request, generation, response, collector, usage)
                 return await self._respond(http, generation, response, collector, usage)
+        except ConnectionResetError:
+            # The client has gone, and its stream was noticed closed before this handler was cancelled.
+            raise asyncio.CancelledError from None
         except (EngineDeadError, GenerationError) as error:
             raise _internal_error(error) from None
         except QueueFullError as error:

@@ -56,6 +56,8 @@ def test_a_body_that_is_no_json_object_is_a_400(body: bytes) -> None:
         ({"stop": "x" * 2_000}, "stop"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"cache_salt": ""}, "cache_salt"),
+        ({"seed": 2**63}, "seed"),
+        ({"priority": -(2**63) - 1}, "priority"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"stream": 5}, "stream"),
