@@ -18,9 +18,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from vllm_ranks.engine import faults, metrics
-from vllm_ranks.engine import openai_protocol as protocol
 from vllm_ranks.engine.front_end import FrontEnd
-from vllm_ranks.engine.openai_protocol import ApiError
+from vllm_ranks.engine.openai_checks import message_tokens
+from vllm_ranks.engine.openai_requests import ApiError, DetokenizeRequest, TokenizeRequest, read_body
 from vllm_ranks.engine.openai_serving import OpenAiServing
 from vllm_ranks.engine.text import detokenize, token_bytes, tokenize
 from vllm_ranks.engine.version import NOTICE, SERVER_HEADER, VERSION
@@ -121,10 +121,10 @@ class ApiServer:
         }
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        body = protocol.read_body(await request.read(), protocol.TokenizeRequest)
+        body = read_body(await request.read(), TokenizeRequest)
         self._serving.find_model(body.model)
         if body.messages is not None:
-            tokens = protocol.message_tokens(body.messages, body.add_generation_prompt)
+            tokens = message_tokens(body.messages, body.add_generation_prompt)
         elif body.prompt is not None:
             tokens = tokenize(body.prompt)
         else:
@@ -139,7 +139,7 @@ class ApiServer:
         return _json_response(answer)
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        body = protocol.read_body(await request.read(), protocol.DetokenizeRequest)
+        body = read_body(await request.read(), DetokenizeRequest)
         self._serving.find_model(body.model)
         try:
             return _json_response({"prompt": detokenize(body.tokens)})

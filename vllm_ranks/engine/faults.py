@@ -18,7 +18,7 @@ from aiohttp import web
 from vllm_ranks.engine.arguments import PeerDeathPolicy
 from vllm_ranks.engine.client import EngineDeadError, UtilityError
 from vllm_ranks.engine.front_end import FrontEnd
-from vllm_ranks.engine.openai_protocol import ApiError, read_body
+from vllm_ranks.engine.openai_requests import ApiError, read_body
 from vllm_ranks.engine.processes import Child
 
 PATH = "/fault_injection"

@@ -1,6 +1,6 @@
 """One OpenAI request from its body to its last byte: /v1/completions and /v1/chat/completions.
 
-    body → openai_protocol (read, check, tokenize) → front_end.generate → openai_responses → client
+    body → openai_requests, openai_checks → front_end.generate → openai_responses → client
 
 A client that goes away cancels the handler, and leaving `generate` aborts the request in the engine.
 Must never decide what an answer says.
@@ -15,12 +15,18 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from vllm_ranks.engine import openai_protocol as protocol
-from vllm_ranks.engine import orca
+from vllm_ranks.engine import openai_checks, orca
 from vllm_ranks.engine.client import EngineDeadError
 from vllm_ranks.engine.config import LoraModule
 from vllm_ranks.engine.front_end import DataParallelRankError, FrontEnd, Generation, QueueFullError
-from vllm_ranks.engine.openai_protocol import ApiError, ChatRequest, CompletionRequest
+from vllm_ranks.engine.openai_requests import (
+    DEFAULT_COMPLETION_TOKENS,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    read_body,
+    unknown_model,
+)
 from vllm_ranks.engine.openai_responses import (
     DONE,
     ChatFormat,
@@ -49,10 +55,10 @@ class OpenAiServing:
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions"""
-        request = protocol.read_body(await http.read(), CompletionRequest)
+        request = read_body(await http.read(), CompletionRequest)
         lora = self.find_model(request.model)
-        protocol.check_common(request)
-        prompts = protocol.completion_prompts(request)
+        openai_checks.check_common(request)
+        prompts = openai_checks.completion_prompts(request)
         request_id = _request_id(http, request.request_id)
         response = CompletionFormat(
             f"cmpl-{request_id}",
@@ -61,7 +67,7 @@ class OpenAiServing:
             request.choices,
         )
         # A null max_tokens means the default, as in vLLM.
-        limit = protocol.DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         generation = self._generation(http, request, prompts, limit, response.response_id, lora)
         if request.echo and limit == 0:
             return await self._answer_prompts_alone(http, request, generation, response)
@@ -69,10 +75,10 @@ class OpenAiServing:
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""
-        request = protocol.read_body(await http.read(), ChatRequest)
+        request = read_body(await http.read(), ChatRequest)
         lora = self.find_model(request.model)
-        protocol.check_common(request)
-        prompt = protocol.chat_tokens(request)
+        openai_checks.check_common(request)
+        prompt = openai_checks.chat_tokens(request)
         last = request.messages[-1]
         echo = last.content if request.echo and last.role == "assistant" else ""
         response = ChatFormat(
@@ -94,7 +100,7 @@ class OpenAiServing:
         if not model or model in self._config.served_model_names:
             return None
         if model not in self._loras:
-            raise protocol.unknown_model(model)
+            raise unknown_model(model)
         return self._loras[model], list(self._loras).index(model) + 1
 
     def _generation(
@@ -109,12 +115,12 @@ class OpenAiServing:
         max_model_len = self._config.scheduler.max_model_len
         echo_alone = bool(request.echo) and limit == 0
         limits = [
-            protocol.output_limit(limit, len(prompt), max_model_len, allow_zero=echo_alone)
+            openai_checks.output_limit(limit, len(prompt), max_model_len, allow_zero=echo_alone)
             for prompt in prompts
         ]
-        protocol.check_min_tokens(request.min_tokens, min(limits))
+        openai_checks.check_min_tokens(request.min_tokens, min(limits))
         priority = _integer_header(http, "X-Vllm-Priority", request.priority) or 0
-        protocol.check_int64("priority", priority)
+        openai_checks.check_int64("priority", priority)
         return Generation(
             prompts=prompts,
             request_id=response_id,

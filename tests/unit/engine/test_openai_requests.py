@@ -7,21 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ranks.engine import openai_protocol as protocol
-from vllm_ranks.engine.openai_protocol import ApiError, ChatRequest, CompletionRequest
+from vllm_ranks.engine import openai_checks as checks
+from vllm_ranks.engine.openai_requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    read_body,
+    unknown_model,
+)
 from vllm_ranks.engine.text import VOCABULARY_SIZE, tokenize
 
 
 def completion(**fields: Any) -> CompletionRequest:
-    request = protocol.read_body(json.dumps({"prompt": "hi", **fields}).encode(), CompletionRequest)
-    protocol.check_common(request)
+    request = read_body(json.dumps({"prompt": "hi", **fields}).encode(), CompletionRequest)
+    checks.check_common(request)
     return request
 
 
 def chat(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
     body = {"messages": messages or [{"role": "user", "content": "hi"}], **fields}
-    request = protocol.read_body(json.dumps(body).encode(), ChatRequest)
-    protocol.check_common(request)
+    request = read_body(json.dumps(body).encode(), ChatRequest)
+    checks.check_common(request)
     return request
 
 
@@ -37,7 +43,7 @@ def test_a_completion_generates_16_tokens_unless_told_otherwise() -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b'{"prompt": "\xff"}', b"[]", b'"text"', b"null"])
 def test_a_body_that_is_no_json_object_is_a_400(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        protocol.read_body(body, CompletionRequest)
+        read_body(body, CompletionRequest)
     assert caught.value.status == 400
 
 
@@ -81,60 +87,60 @@ def test_a_bad_parameter_is_a_400_that_names_it(fields: dict[str, Any], param: s
     ],
 )
 def test_a_prompt_is_text_or_tokens_or_a_list_of_either(prompt: Any, expected: list[list[int]]) -> None:
-    assert protocol.completion_prompts(completion(prompt=prompt)) == expected
+    assert checks.completion_prompts(completion(prompt=prompt)) == expected
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], [[]], [""], [1, "a"], [VOCABULARY_SIZE], [[1], -1], [-1]])
 def test_a_prompt_that_is_none_of_these_is_a_400(prompt: Any) -> None:
     with pytest.raises(ApiError) as caught:
-        protocol.completion_prompts(completion(prompt=prompt))
+        checks.completion_prompts(completion(prompt=prompt))
     assert caught.value.param == "prompt"
 
 
 def test_log_probabilities_are_refused_instead_of_invented() -> None:
     with pytest.raises(ApiError, match="vllm serve") as caught:
-        protocol.completion_prompts(completion(logprobs=0))
+        checks.completion_prompts(completion(logprobs=0))
     assert caught.value.param == "logprobs"
     with pytest.raises(ApiError) as caught:
-        protocol.chat_tokens(chat(logprobs=True, top_logprobs=3))
+        checks.chat_tokens(chat(logprobs=True, top_logprobs=3))
     assert caught.value.param == "logprobs"
 
 
 def test_content_may_be_text_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    as_parts = protocol.chat_tokens(chat({"role": "user", "content": parts}))
-    assert as_parts == protocol.chat_tokens(chat({"role": "user", "content": "a\nb"}))
+    as_parts = checks.chat_tokens(chat({"role": "user", "content": parts}))
+    assert as_parts == checks.chat_tokens(chat({"role": "user", "content": "a\nb"}))
 
 
 def test_an_image_is_refused() -> None:
     part = {"type": "image_url", "image_url": {"url": "data:"}}
     with pytest.raises(ApiError, match="image_url") as caught:
-        protocol.chat_tokens(chat({"role": "user", "content": [part]}))
+        checks.chat_tokens(chat({"role": "user", "content": [part]}))
     assert caught.value.param == "messages"
 
 
 def test_a_tool_call_in_the_conversation_counts_as_text() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
-    longer = protocol.chat_tokens(chat({"role": "user", "content": "x"}, call))
-    assert len(longer) > len(protocol.chat_tokens(chat({"role": "user", "content": "x"})))
+    longer = checks.chat_tokens(chat({"role": "user", "content": "x"}, call))
+    assert len(longer) > len(checks.chat_tokens(chat({"role": "user", "content": "x"})))
 
 
 @pytest.mark.parametrize("tool_choice", [None, "none", "auto"])
 def test_tools_are_accepted_as_long_as_no_call_is_forced(tool_choice: str | None) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert protocol.chat_tokens(chat(tools=tools, tool_choice=tool_choice))
+    assert checks.chat_tokens(chat(tools=tools, tool_choice=tool_choice))
 
 
 @pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_forced_tool_call_is_refused(tool_choice: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(ApiError) as caught:
-        protocol.chat_tokens(chat(tools=tools, tool_choice=tool_choice))
+        checks.chat_tokens(chat(tools=tools, tool_choice=tool_choice))
     assert caught.value.param == "tool_choice"
 
 
 def test_a_response_format_is_accepted_and_ignored() -> None:
-    assert protocol.chat_tokens(chat(response_format={"type": "json_object"}))
+    assert checks.chat_tokens(chat(response_format={"type": "json_object"}))
 
 
 def test_the_newer_name_of_the_output_limit_wins() -> None:
@@ -151,7 +157,7 @@ def test_the_newer_name_of_the_output_limit_wins() -> None:
 def test_the_output_is_limited_by_the_models_length(
     max_tokens: int | None, prompt_tokens: int, expected: int
 ) -> None:
-    assert protocol.output_limit(max_tokens, prompt_tokens, 100, allow_zero=False) == expected
+    assert checks.output_limit(max_tokens, prompt_tokens, 100, allow_zero=False) == expected
 
 
 @pytest.mark.parametrize(
@@ -160,12 +166,12 @@ def test_the_output_is_limited_by_the_models_length(
 )
 def test_what_exceeds_the_models_length_is_a_400(max_tokens: int, prompt_tokens: int, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        protocol.output_limit(max_tokens, prompt_tokens, 100, allow_zero=False)
+        checks.output_limit(max_tokens, prompt_tokens, 100, allow_zero=False)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_an_unknown_model_is_a_404_in_vllms_words() -> None:
-    assert protocol.unknown_model("gpt-9").body() == {
+    assert unknown_model("gpt-9").body() == {
         "error": {
             "message": "The model `gpt-9` does not exist.",
             "type": "NotFoundError",
@@ -200,12 +206,12 @@ def answer(body: bytes) -> set[int]:
     """Status codes both endpoints would answer a body with, 200 standing for "generates"."""
     statuses = set()
     for kind, tokens in (
-        (CompletionRequest, protocol.completion_prompts),
-        (ChatRequest, protocol.chat_tokens),
+        (CompletionRequest, checks.completion_prompts),
+        (ChatRequest, checks.chat_tokens),
     ):
         try:
-            request = protocol.read_body(body, kind)  # type: ignore[type-var]
-            protocol.check_common(request)
+            request = read_body(body, kind)  # type: ignore[type-var]
+            checks.check_common(request)
             tokens(request)  # type: ignore[operator]
             statuses.add(200)
         except ApiError as error:
