@@ -43,6 +43,7 @@ def status(config: Config, ledger: Ledger, now_s: float) -> dict[str, Any]:
                 "wave": account.report.wave if account.report else None,
                 "report_age_s": round(now_s - account.report.taken_at_s, 3) if account.report else None,
                 "reservations": account.reservations,
+                "unobserved": len(account.unobserved),
                 "picks": account.picks,
             }
             for account in ledger.accounts

@@ -45,11 +45,15 @@ def _cells(rank: RankStatus, is_group_healthy: bool) -> list[str | Text]:
         _number(rank.running),
         _number(rank.waiting),
         UNKNOWN if rank.kv_cache_usage is None else f"{rank.kv_cache_usage:.1%}",
-        str(rank.reservations),
+        _reserved(rank),
         UNKNOWN if rank.report_age_s is None else _age(rank.report_age_s),
         _number(rank.wave),
         f"{rank.picks:,}",
     ]
+
+
+def _reserved(rank: RankStatus) -> str:
+    return f"{rank.reservations} ({rank.unobserved} unseen)" if rank.unobserved else str(rank.reservations)
 
 
 def _number(value: int | None) -> str:

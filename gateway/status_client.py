@@ -37,6 +37,8 @@ class RankStatus(msgspec.Struct, frozen=True):
     """0 to 1."""
     report_age_s: float | None = None
     wave: int | None = None
+    unobserved: int = 0
+    """Reservations that have no stream any more that would show their end; the rank's reports must."""
 
 
 class GroupStatus(msgspec.Struct, frozen=True):

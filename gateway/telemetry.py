@@ -98,6 +98,11 @@ class _LedgerCollector(Collector):
         reservations = GaugeMetricFamily(
             "wavegate_reservations", "Requests placed and not yet ended.", labels=["rank"]
         )
+        unobserved = GaugeMetricFamily(
+            "wavegate_unobserved_reservations",
+            "Reservations whose end only the rank's reports can show.",
+            labels=["rank"],
+        )
         report_age = GaugeMetricFamily(
             "wavegate_report_age_seconds", "Age of the rank's last report.", labels=["rank"]
         )
@@ -111,6 +116,7 @@ class _LedgerCollector(Collector):
         for account, expected in zip(self._ledger.accounts, self._ledger.loads(now_s), strict=True):
             name = [account.rank.name]
             reservations.add_metric(name, account.reservations)
+            unobserved.add_metric(name, len(account.unobserved))
             load.add_metric(name, expected)
             if account.report is not None:
                 report_age.add_metric(name, now_s - account.report.taken_at_s)
@@ -120,4 +126,4 @@ class _LedgerCollector(Collector):
         ranks = GaugeMetricFamily("wavegate_ranks", "Ranks by state of their reports.", labels=["state"])
         for state in RankState:
             ranks.add_metric([state.value], states[state])
-        yield from (reservations, report_age, load, healthy, ranks)
+        yield from (reservations, unobserved, report_age, load, healthy, ranks)

@@ -13,6 +13,7 @@ import pytest
 
 from gateway.config import Config
 from gateway.server import GatewayServer
+from tests.builders_protocol import REQ, RESPONSE, in_modes
 from tests.builders_ranks import StandInRank
 from tests.hermetic.conftest import ExtProcClient, chat, whole_body
 
@@ -105,6 +106,7 @@ async def test_status_shows_what_each_rank_reports(run_gateway: RunGateway) -> N
                 "kv_cache_usage": 0.25,
                 "wave": None,
                 "reservations": 0,
+                "unobserved": 0,
                 "picks": 0,
             }
             assert status["groups"] == [{"name": "g0", "engine": "adopted", "healthy": True}]
@@ -157,6 +159,42 @@ async def test_metrics_name_picks_reservations_ages_and_states(run_gateway: RunG
     ):
         assert line in text.splitlines()
     assert 'wavegate_report_age_seconds{rank="g0/0"}' in text
+
+
+async def test_metrics_count_responses_tokens_and_refusals_of_an_endpoint_picker(
+    run_gateway: RunGateway,
+) -> None:
+    usage = b'{"usage":{"prompt_tokens":7,"completion_tokens":10}}'
+    async with StandInRank() as rank, run_gateway([rank.endpoint]) as gateway:
+        for messages in ([*REQ(), *RESPONSE(usage)], REQ(b"no json")):
+            stream = gateway.client.open()
+            for message in messages:
+                await stream.write(message)
+            await stream.done_writing()
+            while await stream.read() is not grpc.aio.EOF:
+                pass
+        lines = (await (await gateway.get("/metrics")).text()).splitlines()
+    assert 'wavegate_responses_total{rank="g0/0",status="2xx"} 1.0' in lines
+    assert 'wavegate_response_tokens_total{kind="prompt",rank="g0/0"} 7.0' in lines
+    assert 'wavegate_response_tokens_total{kind="completion",rank="g0/0"} 10.0' in lines
+    assert 'wavegate_refused_total{reason="malformed_body"} 1.0' in lines
+    assert 'wavegate_unobserved_reservations{rank="g0/0"} 0.0' in lines
+
+
+async def test_what_no_stream_observes_is_shown_until_the_rank_reports_its_end(
+    run_gateway: RunGateway,
+) -> None:
+    async with StandInRank() as rank, run_gateway([rank.endpoint]) as gateway:
+        rank.running = 1
+        await gateway.until(lambda status: status["ranks"][0]["running"] == 1)
+        stream = gateway.client.open()
+        await gateway.client.exchange(stream, in_modes(REQ()[:1], request="NONE")[0])
+        await stream.done_writing()
+        await gateway.until(lambda status: status["ranks"][0]["unobserved"] == 1)
+        assert (await gateway.status())["ranks"][0]["reservations"] == 1
+        rank.running = 0
+        await gateway.until(lambda status: status["ranks"][0]["unobserved"] == 0)
+        assert (await gateway.status())["ranks"][0]["reservations"] == 0
 
 
 async def test_stopping_waits_for_requests_under_way(run_gateway: RunGateway) -> None:

@@ -51,6 +51,11 @@ def test_what_a_rank_said_is_shown() -> None:
     ]
 
 
+def test_reservations_that_nobody_observes_are_told_apart() -> None:
+    (_, line) = shown(rank("group-0/12", reservations=15, unobserved=12, picks=123))
+    assert line == "group-0/12 fresh – – – 15 (12 unseen) – – 123"
+
+
 def test_what_is_not_known_is_a_dash_not_a_zero() -> None:
     assert shown(rank("g0/0", "unknown"))[1] == "g0/0 unknown – – – 0 – – 0"
 
