@@ -26,7 +26,7 @@ class GroupSpec:
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     policy: SchedulingPolicy = "fcfs"
     num_blocks: int = 131_072
-    """KV blocks of each rank; with `block_size` 16 this is design's 2 M tokens."""
+    """KV blocks of each rank; with blocks of 16 tokens, two million tokens."""
     block_size: int = 16
     enable_prefix_caching: bool = True
     time_model: StepTimeModel = field(default_factory=StepTimeModel)
