@@ -81,6 +81,8 @@ class RankReport:
     """`None` if the page lacks them."""
     kv_capacity_tokens: int | None = None
     """Size of the KV cache (`vllm:cache_config_info`)."""
+    engine_steps: int | None = None
+    """Steps with work that the engine has done since it started (`vllm:iteration_tokens_total_count`)."""
 
 
 class CallKind(StrEnum):

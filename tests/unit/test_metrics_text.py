@@ -23,13 +23,16 @@ def page(values_by_engine: dict[str, tuple[float, float, float]], model: str = "
             gauge.labels(model, engine).set(values[position])
     by_reason = Gauge("vllm:num_requests_waiting_by_reason", "help", [*labels, "reason"], registry=registry)
     by_reason.labels(model, "0", "capacity").set(99)
-    Histogram("vllm:iteration_tokens_total", "help", labels, registry=registry).labels(model, "0").observe(9)
+    steps = Histogram("vllm:iteration_tokens_total", "help", labels, registry=registry)
+    for engine in values_by_engine:
+        steps.labels(model, engine).observe(9)
     return generate_latest(registry).decode()
 
 
 def test_one_engine_is_read_with_its_label() -> None:
     read = parse_metrics(page({"3": (5, 2, 0.25)}))
     assert (read.running, read.waiting, read.kv_cache_usage) == (5, 2, 0.25)
+    assert read.engine_steps == 1
     assert read.engines == {"3"}
 
 

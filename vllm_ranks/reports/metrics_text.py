@@ -21,6 +21,7 @@ FIRST_TOKENS = "vllm:time_to_first_token_seconds_count"
 INTER_TOKEN_SUM = "vllm:inter_token_latency_seconds_sum"
 INTER_TOKEN_COUNT = "vllm:inter_token_latency_seconds_count"
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
+ENGINE_STEPS = "vllm:iteration_tokens_total_count"
 WAVE = "embedded:data_parallel_wave"
 
 COMPUTED = "local_compute"
@@ -28,7 +29,7 @@ COMPUTED = "local_compute"
 
 _GAUGES = (RUNNING, WAITING, KV_CACHE_USAGE)
 _COUNTERS = (FIRST_TOKENS, INTER_TOKEN_SUM, INTER_TOKEN_COUNT, PROMPT_TOKENS)
-_WANTED = (*_GAUGES, *_COUNTERS, CACHE_CONFIG, WAVE)
+_WANTED = (*_GAUGES, *_COUNTERS, CACHE_CONFIG, ENGINE_STEPS, WAVE)
 _WANTED_LINE = re.compile(rf"^(?:{'|'.join(_WANTED)})[{{ ].*\n?", re.MULTILINE)
 
 
@@ -46,6 +47,7 @@ class MetricsPage:
     counters: RankCounters | None
     """`None` if the page lacks one of them."""
     kv_capacity_tokens: int | None
+    engine_steps: int | None
     wave: int | None
     engines: frozenset[str]
     """Values of the `engine` label: the global data-parallel ranks that speak through this page."""
@@ -85,6 +87,7 @@ def parse_metrics(text: str) -> MetricsPage:
             if all(values[name] for name in _COUNTERS)
             else None,
             kv_capacity_tokens=kv_capacity_tokens or None,
+            engine_steps=int(sum(values[ENGINE_STEPS])) if values[ENGINE_STEPS] else None,
             wave=int(max(values[WAVE])) if values[WAVE] else None,
             engines=frozenset(engines),
         )

@@ -116,6 +116,7 @@ class Scraper:
                     wave=metrics.wave,
                     counters=metrics.counters,
                     kv_capacity_tokens=metrics.kv_capacity_tokens,
+                    engine_steps=metrics.engine_steps,
                 ),
             )
             if metrics.engines != {str(rank.index)}:
