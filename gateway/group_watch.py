@@ -1,0 +1,147 @@
+"""Whether a group still serves, judged from what its ranks show: health, and progress where there is work.
+
+A group is one failure domain: one rank that is dead or hangs takes all with it. `/health` alone does not
+tell: vLLM answers 200 while an engine hangs in a collective (vllm-project/vllm#36451). So a rank that has
+work must also make progress. Pure: is told everything, with the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ext_proc.vocabulary import Rank, RankReport
+
+MISSED_HEALTH_LIMIT = 3
+"""A rank under full load may answer late, so one answer that does not come means nothing."""
+
+
+class Verdict(StrEnum):
+    """What is wrong with a group."""
+
+    DEAD = "dead"
+    """A rank's engine or its server has ended, or it has not started yet."""
+    HUNG = "hung"
+    """A rank has work and makes no progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why a group must get no requests."""
+
+    verdict: Verdict
+    rank: Rank
+    since_s: float
+    """When it began to show."""
+    reason: str
+
+
+@dataclass(slots=True)
+class _Signs:
+    """What one rank has shown."""
+
+    dead_since_s: float | None = None
+    death: str = ""
+    missed_health: int = 0
+    engine_steps: int | None = None
+    progressed_at_s: float = 0.0
+    busy_since_s: float | None = None
+    """Since when its reports say, without a break, that it has requests."""
+    hung: Trouble | None = None
+    """Kept until the rank shows life: what it reports meanwhile may be as old as the hang."""
+
+
+class GroupWatch:
+    """Watches the ranks of one group."""
+
+    def __init__(self, ranks: Iterable[Rank], *, hang_after_s: float) -> None:
+        """`hang_after_s`: how long a rank with work may go without progress."""
+        self._hang_after_s = hang_after_s
+        self._signs = {rank: _Signs() for rank in ranks}
+
+    # --- What is seen --------------------------------------------------------------------------------
+
+    def saw_health(self, rank: Rank, status: int, now_s: float) -> None:
+        """`/health` was answered with this HTTP status."""
+        signs = self._signs[rank]
+        signs.missed_health = 0
+        if status == 200:
+            signs.dead_since_s = None
+        else:
+            self._died(signs, f"/health answers {status}", now_s)
+
+    def saw_refusal(self, rank: Rank, now_s: float) -> None:
+        """Nobody listens on the rank's port, or the connection broke."""
+        self._died(self._signs[rank], "nothing answers on its port", now_s)
+
+    def missed_health(self, rank: Rank, now_s: float) -> None:
+        """`/health` was not answered in time."""
+        signs = self._signs[rank]
+        signs.missed_health += 1
+        if signs.missed_health >= MISSED_HEALTH_LIMIT:
+            self._died(signs, f"/health was not answered {MISSED_HEALTH_LIMIT} times in a row", now_s)
+
+    def saw_report(self, rank: Rank, report: RankReport) -> None:
+        """The rank has told its counters and gauges."""
+        signs, now_s = self._signs[rank], report.taken_at_s
+        if report.engine_steps is not None and report.engine_steps != signs.engine_steps:
+            signs.engine_steps, signs.progressed_at_s = report.engine_steps, now_s
+            signs.hung = None
+        if report.running + report.waiting == 0:
+            signs.busy_since_s = None
+        elif signs.busy_since_s is None:
+            signs.busy_since_s = now_s
+
+    def saw_life(self, rank: Rank, now_s: float) -> None:
+        """The rank has answered a request."""
+        self._signs[rank].progressed_at_s = now_s
+        self._signs[rank].hung = None
+
+    @staticmethod
+    def _died(signs: _Signs, death: str, now_s: float) -> None:
+        signs.death = death
+        if signs.dead_since_s is None:
+            signs.dead_since_s = now_s
+        signs.hung = None
+
+    # --- What it means -------------------------------------------------------------------------------
+
+    def trouble(self, now_s: float, waiting_since_s: Mapping[Rank, float]) -> Trouble | None:
+        """What is wrong with the group, if anything; a death before a hang.
+
+        Args:
+            now_s: the time.
+            waiting_since_s: for ranks with requests of which nothing has been seen yet: since when the oldest
+                of these is there.
+        """
+        dead = [self._death(rank, signs) for rank, signs in self._signs.items()]
+        hung = [
+            self._hang(rank, signs, waiting_since_s.get(rank), now_s) for rank, signs in self._signs.items()
+        ]
+        found = [trouble for trouble in (*dead, *hung) if trouble is not None]
+        return min(
+            found, key=lambda trouble: (trouble.verdict is Verdict.HUNG, trouble.since_s), default=None
+        )
+
+    def suspects(self) -> list[Rank]:
+        """Ranks held to hang: only an answered request or progress shows that they live."""
+        return [rank for rank, signs in self._signs.items() if signs.hung is not None]
+
+    @staticmethod
+    def _death(rank: Rank, signs: _Signs) -> Trouble | None:
+        if signs.dead_since_s is None:
+            return None
+        return Trouble(Verdict.DEAD, rank, signs.dead_since_s, f"rank {rank.name}: {signs.death}")
+
+    def _hang(self, rank: Rank, signs: _Signs, waiting_since_s: float | None, now_s: float) -> Trouble | None:
+        if signs.hung is None and signs.engine_steps is not None and signs.dead_since_s is None:
+            # A request that came before the last progress may have had its part of it.
+            idle_engine_asked = waiting_since_s is not None and waiting_since_s > signs.progressed_at_s
+            starts = [start for start in (signs.busy_since_s, waiting_since_s) if start is not None]
+            if signs.busy_since_s is not None or idle_engine_asked:
+                since_s = max(signs.progressed_at_s, min(starts))
+                if now_s - since_s >= self._hang_after_s:
+                    reason = f"rank {rank.name}: no progress for {now_s - since_s:.1f} s, with requests on it"
+                    signs.hung = Trouble(Verdict.HUNG, rank, since_s, reason)
+        return signs.hung
