@@ -1,0 +1,183 @@
+"""Whether a group serves, from what its ranks show."""
+
+from __future__ import annotations
+
+import pytest
+
+from ext_proc.vocabulary import Rank, RankReport
+from gateway.group_watch import MISSED_HEALTH_LIMIT, GroupWatch, Trouble, Verdict
+
+RANKS = tuple(Rank("g", index, f"10.0.0.1:{8000 + index}") for index in range(2))
+HANG_AFTER_S = 2.0
+
+
+class Scene:
+    """A watched group of two."""
+
+    def __init__(self) -> None:
+        self.watch = GroupWatch(RANKS, hang_after_s=HANG_AFTER_S)
+        self.steps = [0, 0]
+
+    def report(self, at_s: float, rank: int = 0, *, running: int = 0, steps: int | None = 0) -> None:
+        """A rank's report; `steps` more than before, None if it does not tell."""
+        if steps is not None:
+            self.steps[rank] += steps
+        told = None if steps is None else self.steps[rank]
+        report = RankReport(at_s, running=running, waiting=0, kv_cache_usage=0.0, engine_steps=told)
+        self.watch.saw_report(RANKS[rank], report)
+
+    def trouble(self, now_s: float, *, waiting_since_s: float | None = None) -> Trouble | None:
+        """What is wrong; `waiting_since_s` is of rank 0."""
+        waiting = {} if waiting_since_s is None else {RANKS[0]: waiting_since_s}
+        return self.watch.trouble(now_s, waiting)
+
+    def is_hung(self, now_s: float, *, waiting_since_s: float | None = None) -> bool:
+        """Whether the group is held to hang."""
+        trouble = self.trouble(now_s, waiting_since_s=waiting_since_s)
+        return trouble is not None and trouble.verdict is Verdict.HUNG
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """Both ranks idle since the time 0."""
+    scene = Scene()
+    for rank in (0, 1):
+        scene.report(0.0, rank)
+        scene.watch.saw_health(RANKS[rank], 200, 0.0)
+    return scene
+
+
+def test_a_group_of_which_nothing_is_known_is_not_in_trouble() -> None:
+    assert Scene().trouble(100.0) is None
+
+
+def test_an_idle_group_may_be_idle_for_ever(scene: Scene) -> None:
+    assert scene.trouble(1e6) is None
+
+
+def test_one_rank_without_engine_takes_the_group_out(scene: Scene) -> None:
+    scene.watch.saw_health(RANKS[1], 503, 3.0)
+    assert scene.trouble(3.0) == Trouble(Verdict.DEAD, RANKS[1], 3.0, "rank g/1: /health answers 503")
+
+
+def test_a_refused_connection_is_a_death(scene: Scene) -> None:
+    scene.watch.saw_refusal(RANKS[0], 3.0)
+    trouble = scene.trouble(4.0)
+    assert trouble is not None
+    assert (trouble.verdict, trouble.since_s) == (Verdict.DEAD, 3.0)
+
+
+def test_a_single_missed_answer_is_not(scene: Scene) -> None:
+    for _ in range(MISSED_HEALTH_LIMIT - 1):
+        scene.watch.missed_health(RANKS[0], 3.0)
+    scene.watch.saw_health(RANKS[0], 200, 4.0)
+    scene.watch.missed_health(RANKS[0], 5.0)
+    assert scene.trouble(5.0) is None
+
+
+def test_missed_answers_in_a_row_are(scene: Scene) -> None:
+    for second in range(MISSED_HEALTH_LIMIT):
+        scene.watch.missed_health(RANKS[0], float(second))
+    assert scene.trouble(5.0) is not None
+
+
+def test_a_dead_rank_that_answers_again_is_alive(scene: Scene) -> None:
+    scene.watch.saw_refusal(RANKS[0], 3.0)
+    scene.watch.saw_health(RANKS[0], 200, 9.0)
+    assert scene.trouble(9.0) is None
+
+
+def test_the_first_death_is_the_groups(scene: Scene) -> None:
+    scene.watch.saw_refusal(RANKS[1], 3.0)
+    scene.watch.saw_refusal(RANKS[0], 4.0)
+    trouble = scene.trouble(5.0)
+    assert trouble is not None
+    assert trouble.rank == RANKS[1]
+
+
+def test_a_rank_that_runs_requests_without_steps_hangs(scene: Scene) -> None:
+    scene.report(10.0, running=3, steps=1)
+    scene.report(11.9, running=3)
+    assert not scene.is_hung(11.9)
+    scene.report(12.0, running=3)
+    trouble = scene.trouble(12.0)
+    assert trouble is not None
+    assert (trouble.verdict, trouble.rank, trouble.since_s) == (Verdict.HUNG, RANKS[0], 10.0)
+    assert trouble.reason == "rank g/0: no progress for 2.0 s, with requests on it"
+
+
+def test_a_rank_that_does_not_even_report_while_it_has_requests_hangs(scene: Scene) -> None:
+    scene.report(10.0, running=3, steps=1)
+    assert scene.is_hung(12.0)
+
+
+def test_steps_however_few_are_progress(scene: Scene) -> None:
+    for tenth in range(100, 300):
+        scene.report(tenth / 10, running=3, steps=int(tenth % 15 == 0))
+        assert not scene.is_hung(tenth / 10)
+
+
+def test_an_idle_engine_that_does_nothing_about_a_request_hangs(scene: Scene) -> None:
+    scene.report(10.0)
+    assert not scene.is_hung(11.9, waiting_since_s=10.0)
+    assert scene.is_hung(12.0, waiting_since_s=10.0)
+
+
+def test_a_slow_reader_of_a_finished_answer_is_no_hang(scene: Scene) -> None:
+    scene.report(11.0, running=1, steps=5)
+    scene.report(12.0, running=0, steps=5)
+    assert not scene.is_hung(60.0, waiting_since_s=10.0)
+
+
+def test_work_after_a_long_rest_is_judged_from_its_beginning(scene: Scene) -> None:
+    scene.report(1000.0, running=1)
+    assert not scene.is_hung(1001.9)
+    assert scene.is_hung(1002.0)
+
+
+def test_without_step_counts_nothing_is_held_to_hang() -> None:
+    scene = Scene()
+    scene.report(0.0, running=1, steps=None)
+    assert not scene.is_hung(100.0)
+
+
+def test_a_hang_ends_with_progress(scene: Scene) -> None:
+    scene.report(10.0, running=1)
+    assert scene.is_hung(12.0)
+    scene.report(30.0, running=1, steps=1)
+    assert not scene.is_hung(30.0)
+
+
+def test_a_hang_does_not_end_because_its_clients_have_given_up(scene: Scene) -> None:
+    assert scene.is_hung(12.0, waiting_since_s=10.0)
+    scene.report(13.0)
+    assert scene.is_hung(13.0)
+    assert scene.watch.suspects() == [RANKS[0]]
+
+
+def test_a_hang_ends_with_an_answer(scene: Scene) -> None:
+    scene.report(10.0, running=1)
+    assert scene.is_hung(12.0)
+    scene.watch.saw_life(RANKS[0], 12.5)
+    assert not scene.is_hung(12.6)
+    assert scene.watch.suspects() == []
+
+
+def test_a_death_counts_before_a_hang(scene: Scene) -> None:
+    scene.report(10.0, running=1)
+    assert scene.is_hung(12.0)
+    scene.watch.saw_health(RANKS[1], 503, 13.0)
+    trouble = scene.trouble(13.0)
+    assert trouble is not None
+    assert trouble.verdict is Verdict.DEAD
+
+
+def test_a_rank_that_was_restarted_starts_afresh(scene: Scene) -> None:
+    scene.report(10.0, running=1, steps=50)
+    scene.watch.saw_refusal(RANKS[0], 11.0)
+    scene.steps[0] = 0
+    scene.report(40.0, running=0)
+    scene.watch.saw_health(RANKS[0], 200, 40.0)
+    assert scene.trouble(40.0) is None
+    scene.report(41.0, running=1)
+    assert not scene.is_hung(42.0)
