@@ -86,6 +86,16 @@ class Exchange:
         """Whether the gateway answers by itself: no message that may follow matters."""
         return isinstance(self.decided, Refused)
 
+    @property
+    def may_outlive_stream(self) -> bool:
+        """Whether the request may go on after the stream has ended, for all that was seen on it."""
+        reservation = self._reservation
+        return (
+            reservation is not None
+            and reservation.outcome is None
+            and stream_may_end_before_response(self._modes, self._last_kind)
+        )
+
     def on_message(self, message: ProcessingRequest, now_s: float) -> Iterable[bytes]:
         """The serialised replies to one message; none if there is nothing to say yet.
 
@@ -138,7 +148,7 @@ class Exchange:
             return
         if outcome is Outcome.FAILED or ends_with_response:
             reservation.release(outcome, now_s)
-        elif stream_may_end_before_response(self._modes, self._last_kind):
+        elif self.may_outlive_stream:
             reservation.leave_unobserved(now_s)
         else:
             # Where the response passes by and its end was not seen, it was cut short.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -184,7 +183,8 @@ class ExtProcServer:
                 replies = exchange.on_message(ProcessingRequest.FromString(data), time.monotonic())
                 if was_undecided and exchange.decided is not None:
                     self._observe_decision(exchange.decided, time.perf_counter() - started_s)
-                await _send(context, replies)
+                for reply in replies:
+                    await context.write(reply)
                 if exchange.held is not None:
                     # Reading goes on meanwhile: only so is it seen that the client has gone.
                     reading = asyncio.ensure_future(context.read())
@@ -210,7 +210,8 @@ class ExtProcServer:
             replies = exchange.on_decision()
             if exchange.decided is not None:
                 self._observe_decision(exchange.decided, time.perf_counter() - started_s)
-            await _send(context, replies)
+            for reply in replies:
+                await context.write(reply)
 
     def _observe_decision(self, decision: Placed | Refused, duration_s: float) -> None:
         if isinstance(decision, Placed):
@@ -219,22 +220,16 @@ class ExtProcServer:
             self._observer.on_refused(decision)
 
     def _end(self, exchange: Exchange, outcome: Outcome, context: _Context) -> None:
-        exchange.end(
-            outcome,
-            time.monotonic(),
-            ends_with_response=STREAM_END_METADATA in (context.invocation_metadata() or ()),
+        promised = exchange.may_outlive_stream and STREAM_END_METADATA in (
+            context.invocation_metadata() or ()
         )
+        exchange.end(outcome, time.monotonic(), ends_with_response=promised)
         if exchange.response is not None and isinstance(exchange.decided, Placed):
             rank = exchange.decided.reservation.rank
             self._observer.on_response(rank, exchange.response.status, exchange.response.usage)
         self._open_streams -= 1
         if self._open_streams == 0:
             self._idle.set()
-
-
-async def _send(context: _Context, replies: Iterable[bytes]) -> None:
-    for reply in replies:
-        await context.write(reply)
 
 
 def _new_request_id() -> str:
