@@ -106,6 +106,7 @@ class Ledger:
             self._by_rank[rank] = account
         self.accounts: Sequence[RankAccount] = tuple(self._by_rank.values())
         self.groups: Sequence[GroupAccount] = tuple(groups.values())
+        self._out_of_rotation: set[str] = set()
 
     # --- Reservations --------------------------------------------------------------------------------
 
@@ -257,6 +258,22 @@ class Ledger:
         """Whether the group may get requests: a group is one failure domain, so every rank must be up."""
         limit = self._settings.down_after_failures
         return all(account.failures_in_a_row < limit for account in group.accounts)
+
+    def set_rotation(self, group: str, in_rotation: bool) -> None:
+        """Whether the group of this name may get new requests, however healthy it looks."""
+        if in_rotation:
+            self._out_of_rotation.discard(group)
+        else:
+            self._out_of_rotation.add(group)
+
+    def is_in_rotation(self, group: GroupAccount) -> bool:
+        """Whether the group may get new requests, as far as those decide who watch and restart it."""
+        return group.name not in self._out_of_rotation
+
+    def waiting_since_s(self, account: RankAccount) -> float | None:
+        """When the oldest request on a rank came of which nothing has been seen; `None`: there is none."""
+        oldest = account.prefills.oldest
+        return None if oldest is None else oldest.opened_at_s
 
     def foreign_requests(self, now_s: float) -> list[float]:
         """Requests of others expected on each rank, in the order of `accounts`.

@@ -42,6 +42,11 @@ class PrefillQueue(Generic[Owner]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def oldest(self) -> Owner | None:
+        """Whose prompt is the first of the queue."""
+        return self._entries[0].owner if self._entries else None
+
     def push(self, owner: Owner, tokens: int, now_s: float) -> None:
         """A prompt has been placed on the rank."""
         if not self._entries:
@@ -80,7 +85,7 @@ class PrefillQueue(Generic[Owner]):
 
     def leave(self, owner: Owner, now_s: float, *, had_first_token: bool) -> bool:
         """A request ended; False if its first token had been seen before and it was not in the queue."""
-        entry = next((entry for entry in self._entries if entry.owner is owner), None)
+        entry = next((entry for entry in self._entries if entry.owner == owner), None)
         if entry is None:
             return False
         if entry is self._entries[0]:
