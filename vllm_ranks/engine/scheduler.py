@@ -13,29 +13,21 @@ Must never read a clock or know how long a step takes; `core` does.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import merge
-from itertools import islice
 from operator import attrgetter
 
+from vllm_ranks.engine.block_tables import BlockHasher, BlockTables, unique_block_hash
 from vllm_ranks.engine.decode_clock import DecodeClock
-from vllm_ranks.engine.kv_cache import Block, KVCache
+from vllm_ranks.engine.kv_cache import KVCache
 from vllm_ranks.engine.plan import StepOutcome, StepPlan
 from vllm_ranks.engine.request import EngineRequest, FinishReason
 from vllm_ranks.engine.sequence import SequenceState, Stage
 from vllm_ranks.engine.waiting import SchedulingPolicy, waiting_queue
 
-BlockHasher = Callable[[EngineRequest, int, Hashable | None], Hashable]
-"""(request, index of a full block beyond the prompt, hash of the block before it) → hash of the block."""
-
 _admission = attrgetter("admission")
 _urgency = attrgetter("request.priority", "request.arrival_s")
-
-
-def unique_block_hash(request: EngineRequest, block_index: int, parent_hash: Hashable | None) -> Hashable:
-    """A `BlockHasher` for generated text that nobody will ask for again."""
-    return request.request_id, block_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +92,7 @@ class Scheduler:
         """Prompt tokens looked up in the prefix cache since the start (`vllm:prefix_cache_queries`)."""
         self.prefix_cache_hits = 0
         """Those of them it held (`vllm:prefix_cache_hits`)."""
-        self._block_hasher = block_hasher
+        self._tables = BlockTables(kv_cache, block_hasher)
         self._waiting = waiting_queue(policy)
         self._prefilling: list[SequenceState] = []
         self._clock = DecodeClock(kv_cache.block_size)
@@ -251,7 +243,7 @@ class Scheduler:
         self, threshold: int, defer_prefills: bool
     ) -> tuple[list[SequenceState], list[tuple[SequenceState, int]], list[SequenceState]]:
         """Who decodes, who prefills how many tokens, and who was preempted to make that possible."""
-        clock, kv_cache = self._clock, self.kv_cache
+        clock, tables = self._clock, self._tables
         decoding = clock.sequences.copy()
         prefills: list[tuple[SequenceState, int]] = []
         if self._prefilling and not defer_prefills:
@@ -264,11 +256,10 @@ class Scheduler:
         starved = set(clock.sequences[len(decoding) :])
         ends = [(s, clock.computed_tokens(s) + 1) for s in boundaries if s not in starved]
         ends += [(s, s.computed_tokens + tokens) for s, tokens in prefills]
-        missing_blocks = sum(max(kv_cache.blocks_for(end) - s.block_count, 0) for s, end in ends)
         preempted: list[SequenceState] = []
-        if missing_blocks <= kv_cache.free_blocks:
+        if sum(tables.missing(sequence, end) for sequence, end in ends) <= self.kv_cache.free_blocks:
             for sequence, end in ends:
-                self._extend(sequence, end)
+                tables.extend(sequence, end)
         else:
             decoding, prefills, preempted = self._schedule_with_preemption(threshold, defer_prefills)
             starved = set(clock.sequences).difference(decoding)
@@ -303,7 +294,7 @@ class Scheduler:
         self, threshold: int, defer_prefills: bool
     ) -> tuple[list[SequenceState], list[tuple[SequenceState, int]], list[SequenceState]]:
         """As `_schedule_running`, request by request, preempting others whenever blocks are missing."""
-        kv_cache = self.kv_cache
+        tables = self._tables
         running = list(merge(self._clock.sequences, self._prefilling, key=_admission))
         scheduled: dict[SequenceState, int] = {}
         preempted: list[SequenceState] = []
@@ -319,7 +310,7 @@ class Scheduler:
             else:
                 tokens = min(sequence.known_tokens - sequence.computed_tokens, threshold, budget)
                 end = sequence.computed_tokens + tokens
-            while kv_cache.blocks_for(end) - sequence.block_count > kv_cache.free_blocks:
+            while tables.missing(sequence, end) > self.kv_cache.free_blocks:
                 victim = max(running, key=_urgency) if self.policy == "priority" else running[-1]
                 place = running.index(victim)
                 del running[place]
@@ -332,7 +323,7 @@ class Scheduler:
                     break
             if sequence.stage is Stage.WAITING:
                 break  # it was the last to go itself
-            self._extend(sequence, end)
+            tables.extend(sequence, end)
             scheduled[sequence] = tokens
             budget -= tokens
             index += 1
@@ -340,45 +331,18 @@ class Scheduler:
         prefills = [(s, tokens) for s, tokens in scheduled.items() if s.stage is Stage.PREFILLING]
         return decoding, prefills, preempted
 
-    def _extend(self, sequence: SequenceState, end: int) -> None:
-        """Give it blocks for `end` tokens; those that will be full become findable."""
-        kv_cache = self.kv_cache
-        missing = kv_cache.blocks_for(end) - sequence.block_count
-        if missing > 0:
-            kv_cache.allocate(missing)
-            sequence.block_count += missing
-        full = end // kv_cache.block_size
-        first = len(sequence.blocks)
-        if sequence.findable and full > first:
-            parent = sequence.blocks[-1] if first else None
-            hashes = self._block_hashes(sequence, first, full)
-            sequence.blocks += kv_cache.store(sequence.request, first, hashes, parent)
-
-    def _block_hashes(self, sequence: SequenceState, first: int, end: int) -> list[Hashable]:
-        """Hashes of its blocks from `first` to before `end`."""
-        request, generated = sequence.request, sequence.generated_hashes
-        in_prompt = len(request.prompt_block_hashes)
-        for index in range(in_prompt + len(generated), end):
-            last_known = generated or request.prompt_block_hashes
-            generated.append(self._block_hasher(request, index, last_known[-1] if last_known else None))
-        return list(islice(sequence.known_hashes(), first, end))
-
     # --- Entering and leaving -----------------------------------------------------------------------
 
     def _admit_waiting(
         self, budget: int, threshold: int, defer_prefills: bool, prefills: list[tuple[SequenceState, int]]
     ) -> list[SequenceState]:
         """Move waiting requests to the running batch while all lasts; their chunks go to `prefills`."""
-        kv_cache, waiting, limits = self.kv_cache, self._waiting, self.limits
+        kv_cache, tables, waiting, limits = self.kv_cache, self._tables, self._waiting, self.limits
         admitted: list[SequenceState] = []
         while waiting and budget > 0 and self.running < limits.max_num_seqs:
             sequence = waiting.peek()
             known_tokens = sequence.known_tokens
-            hits: list[Block] = []
-            if sequence.findable:
-                # At least the last token is always computed: its output is what is wanted.
-                longest = (known_tokens - 1) // kv_cache.block_size
-                hits = kv_cache.cached_prefix(sequence.known_hashes(), longest)
+            hits = tables.cached_prefix(sequence)
             cached_tokens = len(hits) * kv_cache.block_size
             if defer_prefills and cached_tokens < known_tokens - 1:
                 break
@@ -391,9 +355,7 @@ class Scheduler:
             if missing_blocks > kv_cache.free_blocks:
                 break
             waiting.pop()
-            kv_cache.claim(hits)
-            sequence.blocks = hits
-            sequence.block_count = len(hits)
+            tables.adopt(sequence, hits)
             sequence.computed_tokens = cached_tokens
             sequence.stage = Stage.PREFILLING
             sequence.admission = self._admissions
@@ -404,7 +366,7 @@ class Scheduler:
                 if kv_cache.enable_prefix_caching:
                     self.prefix_cache_queries += known_tokens
                     self.prefix_cache_hits += cached_tokens
-            self._extend(sequence, cached_tokens + tokens)
+            tables.extend(sequence, cached_tokens + tokens)
             prefills.append((sequence, tokens))
             admitted.append(sequence)
             budget -= tokens
@@ -419,14 +381,12 @@ class Scheduler:
         self._waiting.push_preempted(sequence)
 
     def _stop_running(self, sequence: SequenceState) -> None:
-        """Out of the batch; its blocks are free, and those with content stay findable until evicted."""
+        """Out of the batch, without its blocks."""
         if sequence.stage is Stage.DECODING:
             self._clock.stop(sequence)
         else:
             self._prefilling.remove(sequence)
-        self.kv_cache.release(sequence.blocks, sequence.block_count - len(sequence.blocks))
-        sequence.blocks = []
-        sequence.block_count = 0
+        self._tables.release(sequence)
 
     def _finish(self, sequence: SequenceState) -> None:
         sequence.stage = Stage.FINISHED
