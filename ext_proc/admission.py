@@ -21,8 +21,8 @@ from ext_proc.waiting_room import Held, WaitingRoom
 
 TICK_S = 0.01
 """How often held requests are looked at again while nothing else happens."""
-MAX_LOOKED_AT = 64
-"""Held requests considered at a time."""
+LOOK_AGAIN_S = 0.25
+"""How long a request keeps waiting for one busy rank before all are compared again."""
 
 
 class Admission:
@@ -94,12 +94,22 @@ class Admission:
         if not self._someone_is_ready(rooms, now_s):
             return
         readiness = self._readiness(rooms, now_s, self._settings.backlog_s)
-        for held in self._in_order(now_s)[:MAX_LOOKED_AT]:
-            pick = self._picker.pick(held.facts, now_s, readiness)
-            if pick is not None:
-                self._place(held, pick, now_s)
+        for held in self._in_order(now_s):
+            busy = held.waits_for
+            if (
+                busy is not None
+                and now_s < held.look_again_s
+                and readiness(busy, held.uncached_tokens) is Readiness.BUSY
+            ):
+                continue
+            outcome = self._picker.pick(held.facts, now_s, readiness)
+            if isinstance(outcome, Pick):
+                self._place(held, outcome, now_s)
                 if not self._someone_is_ready(rooms, now_s):
                     return
+            else:
+                held.waits_for = outcome.account if outcome is not None else None
+                held.look_again_s = now_s + LOOK_AGAIN_S
 
     def _start_phase(self, gate: PhaseGate, now_s: float) -> None:
         """Start a phase of one group with as many held requests as fit, longest first."""
@@ -121,18 +131,18 @@ class Admission:
             return in_phase(account, uncached_tokens) if account.group is group else Readiness.CLOSED
 
         for held in sorted(chosen, key=uncached.__getitem__, reverse=True):
-            pick = self._picker.pick(held.facts, now_s, readiness)
-            if pick is not None:
-                self._place(held, pick, now_s)
+            outcome = self._picker.pick(held.facts, now_s, readiness)
+            if isinstance(outcome, Pick):
+                self._place(held, outcome, now_s)
 
     def _decide_overdue(self, held: Held, now_s: float) -> None:
-        pick = self._picker.pick(
+        outcome = self._picker.pick(
             held.facts,
             now_s,
             lambda account, _: Readiness.CLOSED if self._is_full(account, now_s) else Readiness.READY,
         )
-        if pick is not None:
-            self._place(held, pick, now_s)
+        if isinstance(outcome, Pick):
+            self._place(held, outcome, now_s)
         else:
             self._settle(held, Refused(503, DropReason.SATURATED, self._settings.max_hold_s))
 

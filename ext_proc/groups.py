@@ -127,8 +127,7 @@ class GroupAccount:
             self.phase_ended_s = now_s
             self.phase_started_s = None
             self._saturated_since_s = None
-        if prefilling:
-            self._refresh_load(now_s)
+        self._refresh_load(now_s)
 
     def learn_step(self, before: RankCounters, after: RankCounters, since_s: float, now_s: float) -> None:
         """Learn from the tokens that one rank's requests got between two of its reports.

@@ -28,11 +28,18 @@ Readinesses = Callable[[RankAccount, int], Readiness]
 
 
 @dataclass(frozen=True, slots=True)
+class Busy:
+    """No pick now: the best rank should be waited for."""
+
+    account: RankAccount
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """What a pick would be and what each rank would cost."""
 
     pick: Pick | None
-    """`None` if no rank may take the request now."""
+    """`None` if the request would be held."""
     costs: Mapping[Rank, Mapping[str, float]]
     cached_tokens: Mapping[Rank, int]
 
@@ -67,8 +74,10 @@ class Picker:
                 return allowed, reason
         return [], PickReason.POLICY
 
-    def pick(self, facts: RequestFacts, now_s: float, readiness: Readinesses | None = None) -> Pick | None:
-        """The ranks for a request, best first; `None` if the best rank that is not closed is busy.
+    def pick(
+        self, facts: RequestFacts, now_s: float, readiness: Readinesses | None = None
+    ) -> Pick | Busy | None:
+        """The ranks for a request, best first; `None` if all are closed to it. There must be a candidate.
 
         Equal costs go to the rank picked longest ago. The second choice is in another group where there is
         one: when the first choice cannot be reached, its group is the likely reason.
@@ -87,7 +96,7 @@ class Picker:
             if state is Readiness.READY:
                 break
             if state is Readiness.BUSY:
-                return None
+                return Busy(account)
             first += 1
         order = [account.rank for _, account, _ in ranked]
         order.insert(0, order.pop(first))
@@ -100,8 +109,9 @@ class Picker:
         """What `pick` would say, and why."""
         view, _ = self._view(facts, now_s)
         ranks = [account.rank for account in view.accounts]
+        outcome = self.pick(facts, now_s, readiness)
         return Explanation(
-            self.pick(facts, now_s, readiness),
+            outcome if isinstance(outcome, Pick) else None,
             dict(zip(ranks, self.policy.explain(view), strict=True)),
             dict(zip(ranks, view.cached_tokens, strict=True)),
         )

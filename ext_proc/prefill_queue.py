@@ -107,5 +107,5 @@ class PrefillQueue(Generic[Owner]):
     def _pop(self, now_s: float) -> Prefill[Owner]:
         entry = self._entries.popleft()
         self.tokens -= entry.tokens
-        self._head_started_s = now_s
+        self._head_started_s = max(self._head_started_s, now_s)
         return entry

@@ -11,6 +11,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ext_proc.accounts import RankAccount
 from ext_proc.decision import Placed, Refused
 from ext_proc.vocabulary import RequestFacts
 
@@ -31,6 +32,10 @@ class Held:
     _room: WaitingRoom = field(compare=False, repr=False)
     uncached_tokens: int = field(compare=False, default=0)
     """Prompt tokens to compute on the rank that has most of the prompt, when it arrived."""
+    waits_for: RankAccount | None = field(compare=False, default=None)
+    """The busy rank that is best for it."""
+    look_again_s: float = field(compare=False, default=0.0)
+    """Until when that is taken to be so."""
     decision: Placed | Refused | None = field(compare=False, default=None)
     """`None` while it waits."""
 

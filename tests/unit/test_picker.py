@@ -14,7 +14,7 @@ from tests.builders import DOWN_AFTER_FAILURES, balancer, group, picker, pool, r
 
 def must_pick(ledger: Ledger, facts: RequestFacts | None = None, *, pick_list_length: int = 3) -> Pick:
     pick = picker(ledger, pick_list_length=pick_list_length).pick(facts or request(), 0.0)
-    assert pick is not None
+    assert isinstance(pick, Pick)
     return pick
 
 

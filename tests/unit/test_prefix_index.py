@@ -1,0 +1,98 @@
+"""The prefix index: what a rank was sent lately is found, within bounded memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ext_proc.prefix_index import PrefixIndex
+
+
+def test_a_prompt_is_found_as_far_as_it_agrees() -> None:
+    index = PrefixIndex(1000)
+    index.add([1, 2, 3, 4])
+    assert index.matched_blocks([1, 2, 3, 4]) == 4
+    assert index.matched_blocks([1, 2, 3, 99]) == 3
+    assert index.matched_blocks([1, 2, 98, 99]) == 2
+    assert index.matched_blocks([97, 98]) == 0
+    assert index.matched_blocks([]) == 0
+
+
+def test_what_was_used_last_is_kept_and_the_rest_forgotten() -> None:
+    index = PrefixIndex(8)
+    index.add([1, 2])
+    for other in range(10, 30, 2):
+        index.add([other, other + 1])
+        index.add([1, 2])
+    assert index.matched_blocks([1, 2]) == 2
+    assert index.matched_blocks([10, 11]) == 0
+
+
+def test_evicted_blocks_are_forgotten_when_the_rank_says_so() -> None:
+    index = PrefixIndex(100)
+    index.add([1, 2, 3])
+    index.discard([3, 77])
+    assert index.matched_blocks([1, 2, 3]) == 2
+    index.clear()
+    assert len(index) == 0
+
+
+def test_of_a_prompt_longer_than_the_index_the_beginning_is_kept() -> None:
+    index = PrefixIndex(8)
+    index.add(list(range(100)))
+    assert index.matched_blocks(list(range(100))) == 4
+    assert len(index) <= 8
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 12)).map(
+            lambda p: [p[0] * 100 + depth for depth in range(p[1])]
+        ),
+        max_size=40,
+    ),
+    st.integers(2, 40),
+)
+def test_the_bound_holds_and_the_last_prompt_is_always_known(prompts: list[list[int]], bound: int) -> None:
+    index = PrefixIndex(bound)
+    for prompt in prompts:
+        index.add(prompt)
+        assert len(index) <= bound
+        kept = min(len(prompt), bound // 2)
+        assert index.matched_blocks(prompt) >= kept
+        assert all(block in index for block in prompt[:kept])
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=30), st.lists(st.integers(0, 5))
+)
+def test_with_room_for_all_the_match_is_exactly_the_longest_common_beginning(
+    added: list[list[int]], asked: list[int]
+) -> None:
+    def chained(prompt: list[int]) -> list[int]:
+        return [hash(tuple(prompt[: n + 1])) for n in range(len(prompt))]
+
+    index = PrefixIndex(10_000)
+    for prompt in added:
+        index.add(chained(prompt))
+    held = {block for prompt in added for block in chained(prompt)}
+    blocks = chained(asked)
+    longest = next((n for n, block in enumerate(blocks) if block not in held), len(blocks))
+    assert index.matched_blocks(blocks) == longest
+
+
+@pytest.mark.parametrize("bound", [1_000, 20_000, 31_250, 125_000])
+def test_a_block_takes_at_most_a_hundred_bytes(bound: int) -> None:
+    index, rng = PrefixIndex(bound), random.Random(0)
+    for _ in range(3 * bound // 64):
+        index.add([rng.getrandbits(60) for _ in range(64)])
+        if len(index) > bound // 2:
+            assert index.memory_bytes() <= 100 * len(index)
+
+
+def test_too_small_a_bound_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        PrefixIndex(1)
