@@ -50,9 +50,10 @@ class SchedulerLimits:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefill_schedule_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.long_prefill_token_threshold < 0:
+        if not 0 <= self.long_prefill_token_threshold <= self.max_model_len:
             raise ValueError(
-                f"long_prefill_token_threshold must not be negative, got {self.long_prefill_token_threshold}"
+                f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) must lie between 0 and "
+                f"max_model_len ({self.max_model_len})"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(

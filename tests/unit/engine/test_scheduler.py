@@ -376,7 +376,7 @@ class TestRefusals:
         [
             ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
             ({"max_num_batched_tokens": 100}, "must be at least max_num_seqs"),
-            ({"long_prefill_token_threshold": -1}, "must not be negative"),
+            ({"long_prefill_token_threshold": -1}, "must lie between 0 and max_model_len"),
             ({"enable_chunked_prefill": False}, "without chunked prefill"),
             ({"prefill_schedule_interval": 0}, "prefill_schedule_interval must be at least 1"),
         ],

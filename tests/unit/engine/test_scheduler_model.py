@@ -65,7 +65,7 @@ def engines(draw: st.DrawFn) -> Engine:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
         max_model_len=max_model_len,
-        long_prefill_token_threshold=draw(st.sampled_from([0, 1, 2, 3, 5])),
+        long_prefill_token_threshold=min(draw(st.sampled_from([0, 1, 2, 3, 5])), max_model_len),
         enable_chunked_prefill=chunked,
     )
     policy: Literal["fcfs", "priority"] = draw(st.sampled_from(["fcfs", "priority"]))
