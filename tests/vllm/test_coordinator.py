@@ -1,6 +1,6 @@
 """One list of demands on a DP coordinator, met by the embedded one and by vLLM's own.
 
-The test plays the engines and the front ends, message by message (specification: vLLM 0.32
+The test plays the engines and the front ends, message by message (vLLM 0.32
 vllm/v1/engine/coordinator.py).
 """
 

@@ -116,6 +116,8 @@ class ApiService:
             await asyncio.shield(self._running)
         except EngineDeadError as error:
             logger.error("%s", error)
+        except Exception:
+            logger.exception("The front end failed")
 
     def engine_died(self) -> None:
         """Fail what is under way."""

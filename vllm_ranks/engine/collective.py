@@ -91,9 +91,15 @@ class _Hub(Collective):
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._values: dict[int, tuple[int, float]] = {}
         self._changed = asyncio.Event()
+        self._reading: set[asyncio.Task[None]] = set()
 
     async def listen(self, listener: socket.socket) -> None:
-        self._server = await asyncio.start_server(self._serve_peer, sock=listener)
+        self._server = await asyncio.start_server(self._accept, sock=listener)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve_peer(reader, writer))
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
 
     async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank: int | None = None
@@ -131,6 +137,8 @@ class _Hub(Collective):
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
+        for task in self._reading:
+            task.cancel()
         for writer in self._writers.values():
             writer.close()
 

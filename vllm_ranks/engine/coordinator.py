@@ -1,4 +1,4 @@
-"""The DP coordinator process: the sockets around `waves.CoordinatorState` (specification §4).
+"""The DP coordinator process: the sockets around `waves.CoordinatorState`.
 
 Started by rank 0's front end only. Three sockets: front XPUB ↔ front ends, back PULL ← engines,
 back XPUB ↔ engines. It prints their addresses as one JSON line on its standard output, then serves until

@@ -97,7 +97,7 @@ class EngineLaunch:
             await self._start_engine(rank, address, None, local_client=False, collective_fd=None)
 
     def _handshake_addresses(self) -> tuple[str, str | None]:
-        """Rank 0's handshake address, and this front end's own if that is another (specification §3)."""
+        """Rank 0's handshake address, and this front end's own if that is another."""
         parallel = self._config.parallel
         if parallel.data_parallel_size_local == parallel.data_parallel_size:
             return ipc_address(self._directory), None
@@ -217,5 +217,4 @@ def _listen(host: str) -> socket.socket:
         raise LaunchError(
             f"cannot open the group's collective on {host} (--data-parallel-address): {error.strerror}"
         ) from None
-    listener.set_inheritable(True)
     return listener

@@ -1,4 +1,4 @@
-"""The run loop of one engine: inputs → step → outputs → agreement (specification §5.2).
+"""The run loop of one engine: inputs → step → outputs → agreement.
 
     1. drain inputs; block for one when there is nothing to do
     2. work = core.begin_step
@@ -7,7 +7,8 @@
     5. if due, the group agrees whether anybody has unfinished work
     6. wave messages go to the coordinator
 
-Must never decide what runs, what it costs or when a wave ends: `core` does.
+vLLM 0.32 vllm/v1/engine/core.py, `run_busy_loop` of EngineCoreProc and DPEngineCoreProc. Must never
+decide what runs, what it costs or when a wave ends: `core` does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One engine-core process: handshake, sockets, and the run loop around `core.EngineCore` in wall-clock time.
 
-Start-up follows specification §3 step by step (vLLM 0.32 vllm/v1/engine/core.py class EngineCoreProc);
-the loop is `run_busy_loop`. One event loop: reading inputs overlaps with the modelled step. Must never
-decide what runs in a step (`core` does) or what a step costs.
+Start-up has the steps that `handshake` lists (vLLM 0.32 vllm/v1/engine/core.py class EngineCoreProc). One
+event loop: reading inputs overlaps with the modelled step. Must never decide what runs in a step (`core`
+does) or what a step costs.
 """
 
 from __future__ import annotations
@@ -133,9 +133,11 @@ async def _run(
             # The whole group is being stopped, and a peer was faster.
             logger.info("[shutdown] %s", error)
             return
+        # Said at once: the front end may not wait for more than the message that follows.
+        _log_death(error)
         running.cancel()
         await loop.sockets.send_engine_dead()
-        raise
+        raise _LoggedDeath from error
     finally:
         for task in (running, *others):
             task.cancel()
@@ -287,6 +289,18 @@ def _ready_response(
     )
 
 
+class _LoggedDeath(Exception):
+    """The engine died, and its log says so already."""
+
+
+def _log_death(error: Exception) -> None:
+    expected = (HandshakeError, collective.CollectiveError, InjectedDeath, zmq.ZMQError, OSError)
+    if isinstance(error, expected):
+        logger.error("EngineCore died: %s", error)
+    else:
+        logger.error("EngineCore encountered a fatal error.", exc_info=error)
+
+
 def _process_name(parallel: ParallelConfig, rank: int) -> str:
     return f"EngineCore_DP{rank}" if parallel.data_parallel_size > 1 else "EngineCore"
 
@@ -298,11 +312,10 @@ def main(arguments: Sequence[str]) -> None:
     configure_logging(_process_name(config.rank_config.parallel, config.data_parallel_rank))
     try:
         asyncio.run(run_engine_core(config))
-    except (HandshakeError, collective.CollectiveError, InjectedDeath, zmq.ZMQError) as error:
-        logger.error("EngineCore died: %s", error)
+    except _LoggedDeath:
         sys.exit(1)
-    except Exception:
-        logger.exception("EngineCore encountered a fatal error.")
+    except Exception as error:
+        _log_death(error)
         sys.exit(1)
 
 

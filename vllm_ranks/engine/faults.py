@@ -1,7 +1,7 @@
 """Faults on demand: what a rank can do to its users and its group, switchable while it runs.
 
 `POST /fault_injection` exists only with `--enable-fault-injection`; `GET` tells what is in force. Each
-fault is one that happens to real vLLM ranks (specification §8). Must never be on by itself.
+fault is one that happens to real vLLM ranks. Must never be on by itself.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -121,8 +122,12 @@ class FaultInjection:
     async def _apply(self, fault: Fault) -> None:
         match fault:
             case EngineDeath(by="exception"):
-                await self._in_engines("die")
+                # Death may be faster than its confirmation.
+                with suppress(EngineDeadError):
+                    await self._in_engines("die")
             case EngineDeath(by="kill"):
+                if not self._engines():
+                    raise ValueError("with several API servers the launcher has the engines: use exception")
                 _kill(self._engines())
             case EngineDeath():
                 raise ValueError("engine_death is `by` exception or kill")

@@ -1,13 +1,22 @@
-"""The start-up handshake: how an engine and its front ends find each other (specification §3).
+"""The start-up handshake: how an engine and its front ends find each other.
 
-    engine → front end   HELLO   (step 1)
-    front end → engine   Init    (step 2: addresses; rank 0 adds the group's parameters)
-    engine → front end   READY   (step 5: model loaded, coordinator ready; with the config hash)
+A front end binds a ROUTER, an engine connects a DEALER whose identity is its rank; payloads are msgpack.
 
-An external rank above 0 does this twice: with rank 0's front end for the coordinator and the group's
-parameters, then (step 3) with its own front end for the sockets requests travel on. Both halves are here;
-vLLM 0.32 vllm/v1/engine/core.py (`_perform_handshakes`) and vllm/v1/engine/utils.py
-(`wait_for_engine_startup`). Must never start a process.
+    1. HELLO  engine → front end: local or remote, headless or not
+    2. Init   front end → engine: sockets to connect to; rank 0 adds the coordinator's and the group's
+    3.        an external rank above 0 did 1 and 2 with rank 0, and now does them with its own front end,
+              whose sockets for requests and outputs replace those of rank 0
+    4.        the engine loads its model and joins its group, then
+              a. connects to each front end's input socket
+              b. subscribes to the coordinator
+              c. sends its ready response on each input socket
+              d. waits for the coordinator's READY, which follows the last engine's subscription
+    5. READY  engine → front end, with the hash of its configuration: its own first, then rank 0
+    6.        the front end has seen READY of every engine, and reads the ready responses of its own
+
+No rank is ready before all are. vLLM 0.32 vllm/v1/engine/core.py (`_perform_handshakes`,
+`process_input_sockets`) and vllm/v1/engine/utils.py (`wait_for_engine_startup`). Both halves of HELLO,
+Init and READY are here, the rest in `engine_process` and `client`. Must never start a process.
 """
 
 from __future__ import annotations

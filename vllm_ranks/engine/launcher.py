@@ -1,4 +1,4 @@
-"""Running a rank: which processes there are, how they start, and how they end (specification §2, §8).
+"""Running a rank: which processes there are, how they start, and how they end.
 
     external, or one API server   this process is the API server; engines (and coordinator) are children
     several API servers           this process starts them, the engines and the coordinator, and watches
@@ -33,8 +33,6 @@ from vllm_ranks.engine.sockets import Context, ipc_address, tcp_address
 from vllm_ranks.engine.version import NOTICE
 
 logger = logging.getLogger(__name__)
-
-COORDINATOR_END_S = 1.0
 
 
 def run_rank(config: RankConfig) -> int:
@@ -116,7 +114,6 @@ async def _run_multi_api_server(
 ) -> int:
     count = config.server.api_server_count
     listener = bind_http(config)
-    listener.set_inheritable(True)
     # Before prometheus_client is imported in the children: their metrics then share files.
     metrics_directory = directory / "metrics"
     metrics_directory.mkdir()

@@ -41,7 +41,7 @@ def rank_of(identity: bytes) -> int:
     return int.from_bytes(identity, "little")
 
 
-# --- Start-up handshake (specification §3): maps -------------------------------------------------
+# --- Start-up handshake: maps --------------------------------------------------------------------
 
 
 class HandshakeStatus(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -119,7 +119,7 @@ class ReadyResponse(msgspec.Struct, frozen=True, kw_only=True):
     effective_attention_block_size: int | None = None
 
 
-# --- Requests (specification §5.1) ---------------------------------------------------------------
+# --- Requests -----------------------------------------------------------------------------------
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -183,7 +183,7 @@ class UtilityCall(msgspec.Struct, frozen=True, array_like=True):
     args: list[Any]
 
 
-# --- Outputs (specification §5.1) ----------------------------------------------------------------
+# --- Outputs ------------------------------------------------------------------------------------
 
 
 class EngineEventType(enum.IntEnum):
@@ -285,7 +285,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
     weight_version: str | None = None
 
 
-# --- Waves (specification §4) --------------------------------------------------------------------
+# --- Waves --------------------------------------------------------------------------------------
 
 
 class StartWave(msgspec.Struct, frozen=True, array_like=True):
@@ -294,7 +294,7 @@ class StartWave(msgspec.Struct, frozen=True, array_like=True):
     wave: int
     exclude_engine: int | bytes | None
     """The engine that needs no wake-up. vLLM's front ends send an identity here, which engines
-    compare with their integer rank: exclusion then never applies (specification §4, quirk)."""
+    compare with their integer rank: exclusion then never applies."""
 
 
 class FirstRequest(msgspec.Struct, frozen=True, array_like=True):
