@@ -20,7 +20,7 @@ from vllm_ranks.engine.openai_requests import (
     CommonRequest,
     CompletionRequest,
 )
-from vllm_ranks.engine.text import VOCABULARY_SIZE, chat_prompt, tokenize
+from vllm_ranks.engine.text import BYTES_PER_TOKEN, VOCABULARY_SIZE, chat_prompt, tokenize
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1_024
@@ -73,7 +73,7 @@ def check_int64(name: str, value: int | None) -> None:
         raise ApiError(f"{name} must fit into 64 bits, got {value}.", param=name)
 
 
-def completion_prompts(request: CompletionRequest) -> list[list[int]]:
+def completion_prompts(request: CompletionRequest, max_model_len: int) -> list[list[int]]:
     """Token ids of each prompt.
 
     Raises:
@@ -85,7 +85,7 @@ def completion_prompts(request: CompletionRequest) -> list[list[int]]:
     if prompt is None or prompt in ("", []):
         raise ApiError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
     if isinstance(prompt, str):
-        return [tokenize(prompt)]
+        return [_tokens(prompt, max_model_len)]
     if all(isinstance(item, int) for item in prompt):
         return [_checked_ids(prompt)]
     if len(prompt) > MAX_PROMPTS:
@@ -94,8 +94,25 @@ def completion_prompts(request: CompletionRequest) -> list[list[int]]:
     for item in prompt:
         if isinstance(item, int) or not item:
             raise ApiError("prompt must be text, token ids, or a list of either, none empty.", param="prompt")
-        prompts.append(tokenize(item) if isinstance(item, str) else _checked_ids(item))
+        prompts.append(_tokens(item, max_model_len) if isinstance(item, str) else _checked_ids(item))
     return prompts
+
+
+def _tokens(text: str, max_model_len: int) -> list[int]:
+    _check_length(len(text), max_model_len)
+    return tokenize(text)
+
+
+def _check_length(characters: int, max_model_len: int) -> None:
+    """Refuse what is certainly too long before it is tokenized."""
+    limit = max_model_len * BYTES_PER_TOKEN
+    if characters > limit:
+        raise ApiError(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
+            f"{characters} characters (more than {limit} characters, which is the upper bound for "
+            f"{max_model_len} input tokens). Please reduce the length of the input prompt.",
+            param="input_text",
+        )
 
 
 def _checked_ids(ids: Sequence[Any]) -> list[int]:
@@ -105,7 +122,7 @@ def _checked_ids(ids: Sequence[Any]) -> list[int]:
     return list(ids)
 
 
-def chat_tokens(request: ChatRequest) -> list[int]:
+def chat_tokens(request: ChatRequest, max_model_len: int) -> list[int]:
     """Token ids of a conversation.
 
     Raises:
@@ -125,6 +142,8 @@ def chat_tokens(request: ChatRequest) -> list[int]:
         raise ApiError(
             f"`tool_choice` can be none or auto, no call can be forced: {_EMBEDDED}.", param="tool_choice"
         )
+    characters = sum(len(message.content) for message in request.messages if isinstance(message.content, str))
+    _check_length(characters, max_model_len)
     return message_tokens(
         request.messages, request.add_generation_prompt and not request.continue_final_message
     )

@@ -58,7 +58,7 @@ class OpenAiServing:
         request = read_body(await http.read(), CompletionRequest)
         lora = self.find_model(request.model)
         openai_checks.check_common(request)
-        prompts = openai_checks.completion_prompts(request)
+        prompts = openai_checks.completion_prompts(request, self._config.scheduler.max_model_len)
         request_id = _request_id(http, request.request_id)
         response = CompletionFormat(
             f"cmpl-{request_id}",
@@ -78,7 +78,7 @@ class OpenAiServing:
         request = read_body(await http.read(), ChatRequest)
         lora = self.find_model(request.model)
         openai_checks.check_common(request)
-        prompt = openai_checks.chat_tokens(request)
+        prompt = openai_checks.chat_tokens(request, self._config.scheduler.max_model_len)
         last = request.messages[-1]
         echo = last.content if request.echo and last.role == "assistant" else ""
         response = ChatFormat(

@@ -31,6 +31,14 @@ def chat(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
     return request
 
 
+def completion_prompts(request: CompletionRequest, max_model_len: int = 1_000) -> list[list[int]]:
+    return checks.completion_prompts(request, max_model_len)
+
+
+def chat_tokens(request: ChatRequest, max_model_len: int = 1_000) -> list[int]:
+    return checks.chat_tokens(request, max_model_len)
+
+
 def test_unknown_fields_are_accepted_and_numbers_may_be_strings() -> None:
     request = completion(max_tokens="7", some_future_field={"a": 1}, logit_bias={"1": 2})
     assert request.max_tokens == 7
@@ -87,60 +95,60 @@ def test_a_bad_parameter_is_a_400_that_names_it(fields: dict[str, Any], param: s
     ],
 )
 def test_a_prompt_is_text_or_tokens_or_a_list_of_either(prompt: Any, expected: list[list[int]]) -> None:
-    assert checks.completion_prompts(completion(prompt=prompt)) == expected
+    assert completion_prompts(completion(prompt=prompt)) == expected
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], [[]], [""], [1, "a"], [VOCABULARY_SIZE], [[1], -1], [-1]])
 def test_a_prompt_that_is_none_of_these_is_a_400(prompt: Any) -> None:
     with pytest.raises(ApiError) as caught:
-        checks.completion_prompts(completion(prompt=prompt))
+        completion_prompts(completion(prompt=prompt))
     assert caught.value.param == "prompt"
 
 
 def test_log_probabilities_are_refused_instead_of_invented() -> None:
     with pytest.raises(ApiError, match="vllm serve") as caught:
-        checks.completion_prompts(completion(logprobs=0))
+        completion_prompts(completion(logprobs=0))
     assert caught.value.param == "logprobs"
     with pytest.raises(ApiError) as caught:
-        checks.chat_tokens(chat(logprobs=True, top_logprobs=3))
+        chat_tokens(chat(logprobs=True, top_logprobs=3))
     assert caught.value.param == "logprobs"
 
 
 def test_content_may_be_text_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    as_parts = checks.chat_tokens(chat({"role": "user", "content": parts}))
-    assert as_parts == checks.chat_tokens(chat({"role": "user", "content": "a\nb"}))
+    as_parts = chat_tokens(chat({"role": "user", "content": parts}))
+    assert as_parts == chat_tokens(chat({"role": "user", "content": "a\nb"}))
 
 
 def test_an_image_is_refused() -> None:
     part = {"type": "image_url", "image_url": {"url": "data:"}}
     with pytest.raises(ApiError, match="image_url") as caught:
-        checks.chat_tokens(chat({"role": "user", "content": [part]}))
+        chat_tokens(chat({"role": "user", "content": [part]}))
     assert caught.value.param == "messages"
 
 
 def test_a_tool_call_in_the_conversation_counts_as_text() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
-    longer = checks.chat_tokens(chat({"role": "user", "content": "x"}, call))
-    assert len(longer) > len(checks.chat_tokens(chat({"role": "user", "content": "x"})))
+    longer = chat_tokens(chat({"role": "user", "content": "x"}, call))
+    assert len(longer) > len(chat_tokens(chat({"role": "user", "content": "x"})))
 
 
 @pytest.mark.parametrize("tool_choice", [None, "none", "auto"])
 def test_tools_are_accepted_as_long_as_no_call_is_forced(tool_choice: str | None) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert checks.chat_tokens(chat(tools=tools, tool_choice=tool_choice))
+    assert chat_tokens(chat(tools=tools, tool_choice=tool_choice))
 
 
 @pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_forced_tool_call_is_refused(tool_choice: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(ApiError) as caught:
-        checks.chat_tokens(chat(tools=tools, tool_choice=tool_choice))
+        chat_tokens(chat(tools=tools, tool_choice=tool_choice))
     assert caught.value.param == "tool_choice"
 
 
 def test_a_response_format_is_accepted_and_ignored() -> None:
-    assert checks.chat_tokens(chat(response_format={"type": "json_object"}))
+    assert chat_tokens(chat(response_format={"type": "json_object"}))
 
 
 def test_the_newer_name_of_the_output_limit_wins() -> None:
@@ -168,6 +176,15 @@ def test_what_exceeds_the_models_length_is_a_400(max_tokens: int, prompt_tokens:
     with pytest.raises(ApiError) as caught:
         checks.output_limit(max_tokens, prompt_tokens, 100, allow_zero=False)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_text_that_is_certainly_too_long_is_refused_before_it_is_tokenized() -> None:
+    with pytest.raises(ApiError, match="more than 40 characters") as caught:
+        completion_prompts(completion(prompt="x" * 41), max_model_len=10)
+    assert caught.value.param == "input_text"
+    with pytest.raises(ApiError, match="more than 40 characters"):
+        chat_tokens(chat({"role": "user", "content": "x" * 41}), max_model_len=10)
+    assert len(completion_prompts(completion(prompt="x" * 40), max_model_len=10)[0]) == 10
 
 
 def test_an_unknown_model_is_a_404_in_vllms_words() -> None:
@@ -206,8 +223,8 @@ def answer(body: bytes) -> set[int]:
     """Status codes both endpoints would answer a body with, 200 standing for "generates"."""
     statuses = set()
     for kind, tokens in (
-        (CompletionRequest, checks.completion_prompts),
-        (ChatRequest, checks.chat_tokens),
+        (CompletionRequest, completion_prompts),
+        (ChatRequest, chat_tokens),
     ):
         try:
             request = read_body(body, kind)  # type: ignore[type-var]
