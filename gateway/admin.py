@@ -1,4 +1,4 @@
-"""The admin HTTP API of the gateway: `/status`, `/metrics`, `/livez`, `/readyz`.
+"""The admin HTTP API of the gateway: `/status`, `/metrics`, `/livez`, `/readyz`, and what others add.
 
 Reads the ledger, changes nothing. Bound to loopback unless the configuration says otherwise.
 """
@@ -6,7 +6,7 @@ Reads the ledger, changes nothing. Bound to loopback unless the configuration sa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -26,7 +26,11 @@ def status(config: Config, ledger: Ledger, now_s: float) -> dict[str, Any]:
     return {
         "version": __version__,
         "groups": [
-            {"name": group.name, "engine": engines[group.name], "healthy": ledger.is_healthy(group)}
+            {
+                "name": group.name,
+                "engine": engines[group.name],
+                "healthy": ledger.is_healthy(group) and ledger.is_in_rotation(group),
+            }
             for group in ledger.groups
         ],
         "ranks": [
@@ -52,7 +56,11 @@ def status(config: Config, ledger: Ledger, now_s: float) -> dict[str, Any]:
 
 
 def admin_app(
-    config: Config, ledger: Ledger, telemetry: Telemetry, is_ready: Callable[[], bool]
+    config: Config,
+    ledger: Ledger,
+    telemetry: Telemetry,
+    is_ready: Callable[[], bool],
+    further_routes: Sequence[web.RouteDef],
 ) -> web.Application:
     """The admin API as an aiohttp application."""
 
@@ -80,6 +88,7 @@ def admin_app(
             web.get("/metrics", get_metrics),
             web.get("/livez", get_livez),
             web.get("/readyz", get_readyz),
+            *further_routes,
         ]
     )
     return app

@@ -155,6 +155,29 @@ class GatewaySection(Section):
         return value
 
 
+class SupervisionSection(Section):
+    """How groups are watched, and what is done about those that fail."""
+
+    health_interval_s: Seconds = 0.5
+    """Pause between two health checks of a rank by the gateway."""
+    health_timeout_s: Seconds = 2.0
+    hang_after_s: Seconds = 2.0
+    """A rank that has requests and makes no progress for so long takes its group out of rotation."""
+    restart_hung_after_s: Seconds = 30.0
+    """A hang this long ends in a restart of the group; a shorter one may pass."""
+    warm_up_timeout_s: Seconds = 120.0
+    """How long the first request to a rank may take before its group serves."""
+    first_backoff_s: Seconds = 1.0
+    """Pause before a failed group is started again; it doubles with each failure in a row."""
+    max_backoff_s: Seconds = 60.0
+    stable_after_s: Seconds = 300.0
+    """A group that has served this long before it fails is no crash loop."""
+    max_failures_in_a_row: Annotated[int, Field(ge=1, le=1000)] = 5
+    """After so many a group is given up, with a message."""
+    silent_after_s: Seconds = 120.0
+    """A rank that loads and writes nothing for so long is named."""
+
+
 class Config(Section):
     """A whole `wavegate.yaml`."""
 
@@ -162,6 +185,7 @@ class Config(Section):
     """The groups of ranks behind this gateway."""
     envoy: EnvoySection = EnvoySection()
     gateway: GatewaySection = GatewaySection()
+    supervision: SupervisionSection = SupervisionSection()
 
     @model_validator(mode="after")
     def _no_clashes(self) -> Config:

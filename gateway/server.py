@@ -16,9 +16,12 @@ from ext_proc.protocol import ProtocolSettings
 from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
 from ext_proc.vocabulary import Rank, RankReport
 from gateway.admin import admin_app
-from gateway.config import Config, GatewaySection
+from gateway.admin_groups import group_routes
+from gateway.config import Config, GatewaySection, SupervisionSection
 from gateway.config_types import endpoint
 from gateway.decision import LiveAdmission, build_admission, build_ledger
+from gateway.group_monitor import GroupMonitor, MonitoredGroup, MonitorSettings
+from gateway.rotation import Rotation
 from gateway.telemetry import Telemetry
 from vllm_ranks.reports.scraper import Scraper
 
@@ -26,15 +29,19 @@ log = logging.getLogger(__name__)
 
 
 class _LedgerFeed:
-    """Passes what the scraper hears to the ledger, the metrics and those who wait for news."""
+    """Passes what the scraper hears to the ledger, the monitor, the metrics and those who wait for news."""
 
-    def __init__(self, decider: LiveAdmission, ledger: Ledger, telemetry: Telemetry) -> None:
+    def __init__(
+        self, decider: LiveAdmission, ledger: Ledger, monitor: GroupMonitor, telemetry: Telemetry
+    ) -> None:
         self._decider = decider
+        self._monitor = monitor
         self._ledger = ledger
         self._telemetry = telemetry
 
     def on_report(self, rank: Rank, report: RankReport) -> None:
         self._ledger.record_report(rank, report)
+        self._monitor.on_report(rank, report)
         self._telemetry.on_scrape(rank, succeeded=True)
         self._decider.advance()
 
@@ -60,9 +67,21 @@ class GatewayServer:
             self._telemetry,
         )
         decider.wake = self._ext_proc.wake
+
+        def on_rotation(group: str, is_in: bool) -> None:
+            self.ledger.set_rotation(group, is_in)
+            decider.advance()
+
+        self._rotation = Rotation((group.name for group in config.groups), on_rotation)
+        self._monitor = GroupMonitor(
+            (MonitoredGroup(group.name, group.model, group.ranks()) for group in config.groups),
+            self.ledger,
+            self._rotation,
+            _monitor_settings(config.supervision),
+        )
         self._scraper = Scraper(
             config.ranks(),
-            _LedgerFeed(decider, self.ledger, self._telemetry),
+            _LedgerFeed(decider, self.ledger, self._monitor, self._telemetry),
             interval_s=settings.reports.interval_s,
             jitter_ratio=settings.reports.jitter_ratio,
             timeout_s=settings.reports.timeout_s,
@@ -77,7 +96,14 @@ class GatewayServer:
         """
         settings = self._config.gateway
         admin = web.AppRunner(
-            admin_app(self._config, self.ledger, self._telemetry, lambda: self._is_ready), access_log=None
+            admin_app(
+                self._config,
+                self.ledger,
+                self._telemetry,
+                lambda: self._is_ready,
+                group_routes(self.ledger, self._rotation, self._monitor),
+            ),
+            access_log=None,
         )
         await admin.setup()
         try:
@@ -90,10 +116,12 @@ class GatewayServer:
             )
             async with asyncio.TaskGroup() as tasks:
                 scraping = tasks.create_task(self._scraper.run())
+                monitoring = tasks.create_task(self._monitor.run())
                 announcing = tasks.create_task(self._announce_when_scraped())
                 await stop.wait()
                 announcing.cancel()
                 await self._drain()
+                monitoring.cancel()
                 scraping.cancel()
         finally:
             await self._ext_proc.stop()
@@ -133,6 +161,15 @@ def _protocol_settings(config: Config) -> ProtocolSettings:
         pass_malformed_bodies=picker.pass_malformed_bodies,
         model_names=picker.model_names,
         conformance_tests=picker.conformance_tests,
+    )
+
+
+def _monitor_settings(supervision: SupervisionSection) -> MonitorSettings:
+    return MonitorSettings(
+        health_interval_s=supervision.health_interval_s,
+        health_timeout_s=supervision.health_timeout_s,
+        hang_after_s=supervision.hang_after_s,
+        warm_up_timeout_s=supervision.warm_up_timeout_s,
     )
 
 

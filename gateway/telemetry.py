@@ -122,7 +122,8 @@ class _LedgerCollector(Collector):
                 report_age.add_metric(name, now_s - account.report.taken_at_s)
             states[self._ledger.state(account, now_s)] += 1
         for group in self._ledger.groups:
-            healthy.add_metric([group.name], float(self._ledger.is_healthy(group)))
+            serves = self._ledger.is_healthy(group) and self._ledger.is_in_rotation(group)
+            healthy.add_metric([group.name], float(serves))
         ranks = GaugeMetricFamily("wavegate_ranks", "Ranks by state of their reports.", labels=["state"])
         for state in RankState:
             ranks.add_metric([state.value], states[state])

@@ -1,0 +1,202 @@
+"""Groups that do not serve leave rotation, and come back once each rank has answered a request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from ext_proc.ledger import Reservation
+from ext_proc.vocabulary import CallKind, RequestFacts
+from gateway.config import Config
+from gateway.server import GatewayServer
+from tests.builders_ranks import StandInRank
+
+LIMIT_S = 10.0
+
+
+class Scene:
+    """A gateway over one group of two stand-ins, asked through its admin API."""
+
+    def __init__(self, config: Config, http: aiohttp.ClientSession, ranks: list[StandInRank]) -> None:
+        self.server = GatewayServer(config)
+        self.ranks = ranks
+        self._http = http
+        self._url = f"http://127.0.0.1:{config.gateway.admin_port}/groups"
+
+    async def group(self) -> Any:
+        """What the gateway says about the group."""
+        async with self._http.get(f"{self._url}/g0") as answer:
+            return await answer.json()
+
+    async def put(self, body: Any, *, group: str = "g0") -> tuple[int, str]:
+        """Take the group out of rotation, or bring it back."""
+        async with self._http.put(f"{self._url}/{group}/rotation", json=body) as answer:
+            return answer.status, await answer.text()
+
+    async def until(self, condition: Callable[[Any], bool]) -> Any:
+        """The first state of the group for which `condition` holds."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                try:
+                    if condition(state := await self.group()):
+                        return state
+                except aiohttp.ClientConnectorError:
+                    pass  # the gateway is starting
+                await asyncio.sleep(0.01)
+
+    def is_out(self) -> bool:
+        """Whether the ledger has the group out of rotation."""
+        ledger = self.server.ledger
+        return not ledger.is_in_rotation(ledger.groups[0])
+
+    def place_request(self, rank: int = 0) -> Reservation:
+        """Reserve a rank as a pick does."""
+        ledger = self.server.ledger
+        facts = RequestFacts(CallKind.CHAT, "r", prompt_tokens=10)
+        return ledger.reserve(ledger.accounts[rank].rank, facts, time.monotonic())
+
+
+@pytest.fixture
+async def scene(unused_tcp_port_factory: Callable[[], int]) -> AsyncIterator[Scene]:
+    """A group in rotation; a hang shows after half a second."""
+    async with running(unused_tcp_port_factory) as scene:
+        yield scene
+
+
+@asynccontextmanager
+async def running(free_port: Callable[[], int]) -> AsyncIterator[Scene]:
+    """The gateway from start to stop."""
+    async with (
+        StandInRank(engine=0) as first,
+        StandInRank(engine=1) as second,
+        aiohttp.ClientSession() as http,
+    ):
+        first.engine_steps = second.engine_steps = 0
+        endpoints = [first.endpoint, second.endpoint]
+        config = Config.model_validate(
+            {
+                "groups": [{"name": "g0", "engine": "adopted", "model": "m", "endpoints": endpoints}],
+                "gateway": {
+                    "admin_port": free_port(),
+                    "ext_proc_listen": f"127.0.0.1:{free_port()}",
+                    "reports": {"interval_s": 0.02},
+                },
+                "supervision": {"health_interval_s": 0.05, "health_timeout_s": 0.3, "hang_after_s": 0.5},
+            }
+        )
+        scene = Scene(config, http, [first, second])
+        stop = asyncio.Event()
+        serving = asyncio.create_task(scene.server.serve(stop))
+        try:
+            await scene.until(lambda group: group["in_rotation"])
+            yield scene
+        finally:
+            stop.set()
+            await serving
+
+
+async def test_one_rank_without_engine_takes_the_group_out_and_it_comes_back_warm(scene: Scene) -> None:
+    scene.ranks[1].health_status = 503
+    state = await scene.until(lambda group: not group["in_rotation"])
+    assert state["trouble"]["verdict"] == "dead"
+    assert state["held_out_by"] == {"gateway": "rank g0/1: /health answers 503"}
+    assert scene.is_out()
+    assert [rank.completions_asked for rank in scene.ranks] == [0, 0]
+    scene.ranks[1].health_status = 200
+    await scene.until(lambda group: group["in_rotation"])
+    assert not scene.is_out()
+    assert [rank.completions_asked for rank in scene.ranks] == [1, 1]
+
+
+async def test_a_group_that_is_healthy_again_waits_for_the_answer_of_its_last_rank(scene: Scene) -> None:
+    scene.ranks[0].completion = None
+    scene.ranks[1].health_status = 503
+    await scene.until(lambda group: not group["in_rotation"])
+    scene.ranks[1].health_status = 200
+    await scene.until(lambda _group: scene.ranks[0].completions_asked == 1)
+    assert scene.is_out()
+    scene.ranks[0].completion = {"choices": []}
+    await scene.until(lambda group: group["in_rotation"])
+
+
+async def test_a_rank_that_aborts_the_first_request_is_not_ready(scene: Scene) -> None:
+    scene.ranks[0].completion = {"choices": [{"finish_reason": "abort"}]}
+    scene.ranks[1].health_status = 503
+    await scene.until(lambda group: not group["in_rotation"])
+    scene.ranks[1].health_status = 200
+    await scene.until(lambda _group: scene.ranks[0].completions_asked == 2)
+    assert scene.is_out()
+
+
+async def test_a_rank_with_requests_and_without_steps_takes_the_group_out(scene: Scene) -> None:
+    scene.ranks[0].completion = None
+    scene.ranks[0].running = 1
+    state = await scene.until(lambda group: not group["in_rotation"])
+    assert state["trouble"]["verdict"] == "hung"
+    assert state["trouble"]["rank"] == "g0/0"
+    scene.ranks[0].running, scene.ranks[0].engine_steps = 0, 1
+    scene.ranks[0].completion = {}
+    await scene.until(lambda group: group["in_rotation"])
+
+
+async def test_a_request_that_an_idle_engine_ignores_takes_the_group_out(scene: Scene) -> None:
+    scene.ranks[0].completion = None
+    reservation = scene.place_request()
+    await scene.until(lambda group: not group["in_rotation"])
+    assert (await scene.group())["reservations"] == 1
+    scene.ranks[0].completion = {}
+    await scene.until(lambda group: group["trouble"] is None or group["trouble"]["for_s"] < 0.5)
+    assert reservation.outcome is None
+
+
+async def test_a_rank_that_makes_steps_stays_in(scene: Scene) -> None:
+    scene.ranks[0].running = 1
+    scene.place_request()
+    end_s = time.monotonic() + 1.5
+    while time.monotonic() < end_s:
+        scene.ranks[0].engine_steps = (scene.ranks[0].engine_steps or 0) + 1
+        assert not scene.is_out()
+        await asyncio.sleep(0.05)
+
+
+async def test_an_operator_takes_a_group_out_and_brings_it_back(scene: Scene) -> None:
+    status, _ = await scene.put({"in_rotation": False, "reason": "maintenance"})
+    assert status == 200
+    assert (await scene.group())["held_out_by"] == {"operator": "maintenance"}
+    assert scene.is_out()
+    await scene.put({"in_rotation": True})
+    assert not scene.is_out()
+
+
+async def test_what_an_operator_has_taken_out_nobody_else_brings_back(scene: Scene) -> None:
+    await scene.put({"in_rotation": False})
+    await scene.put({"in_rotation": False, "by": "supervisor of node 0", "reason": "restarting"})
+    await scene.put({"in_rotation": True, "by": "supervisor of node 0"})
+    assert scene.is_out()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "missing required field `in_rotation`"),
+        ({"in_rotation": "no"}, "Expected `bool`"),
+        ({"in_rotation": False, "why": ""}, "unknown field `why`"),
+        ({"in_rotation": False, "by": ""}, "length >= 1"),
+        ({"in_rotation": False, "reason": "x" * 1000}, "length <= 500"),
+    ],
+)
+async def test_a_body_that_is_no_order_is_explained(scene: Scene, body: Any, said: str) -> None:
+    status, text = await scene.put(body)
+    assert status == 400
+    assert said in text
+    assert not scene.is_out()
+
+
+async def test_a_group_that_does_not_exist_is_not_found(scene: Scene) -> None:
+    assert (await scene.put({"in_rotation": False}, group="g9"))[0] == 404
