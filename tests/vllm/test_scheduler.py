@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.builders_vllm import PROGRAMS, answer_of, running, tell, vllm_python
-from vllm_ranks.engine.block_hash import hash_prompt
-from vllm_ranks.engine.kv_cache import KVCache
+from vllm_ranks.engine.block_hash import event_hash, hash_block, hash_prompt
+from vllm_ranks.engine.kv_cache import BlocksRemoved, BlocksStored, KVCache, KvEvent
 from vllm_ranks.engine.plan import StepPlan
 from vllm_ranks.engine.request import EngineRequest, FinishReason
 from vllm_ranks.engine.scheduler import Scheduler, SchedulerLimits
@@ -66,11 +66,31 @@ class Player:
 
     def __init__(self, case: Case) -> None:
         self.block_size = case.block_size
-        cache = KVCache(case.num_blocks, case.block_size, enable_prefix_caching=case.caching)
-        self.scheduler = Scheduler(case.limits, cache, case.policy)
+        cache = KVCache(
+            case.num_blocks, case.block_size, enable_prefix_caching=case.caching, listener=self.note
+        )
+        self.scheduler = Scheduler(case.limits, cache, case.policy, block_hasher=self.hash_generated)
+        self.prompts: dict[str, list[int]] = {}
+        self.events: list[list[Any]] = []
         self.plan: StepPlan | None = None
 
+    def hash_generated(self, request: EngineRequest, block_index: int, parent_hash: Any) -> bytes:
+        """As `add` numbers requests, the program numbers the tokens it makes them generate."""
+        number = [*self.prompts].index(request.request_id) + 1
+        tokens = self.prompts[request.request_id] + [100_000 + number * 1_000 + i for i in range(100)]
+        start = block_index * self.block_size
+        return hash_block(parent_hash, tokens[start : start + self.block_size])
+
+    def note(self, event: KvEvent) -> None:
+        match event:
+            case BlocksStored(_, _, hashes, parent_hash):
+                parent = None if parent_hash is None else event_hash(parent_hash)
+                self.events.append(["stored", [*map(event_hash, hashes)], parent])
+            case BlocksRemoved(hashes):
+                self.events.append(["removed", [*map(event_hash, hashes)]])
+
     def add(self, request_id: str, tokens: list[int], output: int, priority: int, arrival_s: float) -> None:
+        self.prompts[request_id] = tokens
         hashes = hash_prompt(tokens, self.block_size)
         request = EngineRequest(
             request_id, arrival_s, len(tokens), output, FinishReason.LENGTH, priority, hashes
@@ -89,13 +109,15 @@ class Player:
         return {"tokens": sorted(tokens), "preempted": sorted(record.preempted)}
 
     def complete(self) -> dict[str, Any]:
+        events, self.events = self.events, []
         if self.plan is None:
-            return {"tokens": [], "finished": []}
+            return {"tokens": [], "finished": [], "events": events}
         outcome = self.scheduler.complete(self.plan)
         self.plan = None
         return {
             "tokens": sorted(token.request.request_id for token in outcome.tokens()),
             "finished": sorted(sequence.request.request_id for sequence in outcome.finished),
+            "events": events,
         }
 
     def state(self) -> dict[str, Any]:

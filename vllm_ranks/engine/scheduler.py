@@ -257,6 +257,8 @@ class Scheduler:
         starved = set(clock.sequences[len(decoding) :])
         ends = [(s, clock.computed_tokens(s) + 1) for s in boundaries if s not in starved]
         ends += [(s, s.computed_tokens + tokens) for s, tokens in prefills]
+        if len(ends) > 1:
+            ends.sort(key=lambda pair: pair[0].admission)
         preempted: list[SequenceState] = []
         if sum(tables.missing(sequence, end) for sequence, end in ends) <= self.kv_cache.free_blocks:
             for sequence, end in ends:

@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_events import BlockStored
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -55,6 +56,7 @@ class Player:
             scheduler_config=scheduler_config,
             cache_config=cache_config,
             device_config=DeviceConfig("cpu"),
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         )
         config.cache_config.num_gpu_blocks = case["num_blocks"] + 1
         spec = FullAttentionSpec(block_size=self.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -114,6 +116,12 @@ class Player:
             index = self.generated[request_id]
             self.generated[request_id] += ends
             sampled.append([100_000 + self.numbers[request_id] * 1_000 + index] if ends else [])
+        events = []
+        for event in self.scheduler.kv_cache_manager.take_events():
+            if isinstance(event, BlockStored):
+                events.append(["stored", event.block_hashes, event.parent_block_hash])
+            else:
+                events.append(["removed", event.block_hashes])
         answer = self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
@@ -134,7 +142,7 @@ class Player:
             if message.scheduler_stats is not None:
                 self.queries += message.scheduler_stats.prefix_cache_stats.queries
                 self.hits += message.scheduler_stats.prefix_cache_stats.hits
-        return {"tokens": sorted(tokens), "finished": sorted(finished)}
+        return {"tokens": sorted(tokens), "finished": sorted(finished), "events": events}
 
     def state(self):
         running, waiting = self.scheduler.get_request_counts()
