@@ -69,6 +69,9 @@ class ServerSettings:
     max_streams: int = 65_536
     """Streams at once, each a request under way; further ones are refused with RESOURCE_EXHAUSTED."""
     tls: TlsFiles | None = None
+    keepalive_s: float = 15.0
+    """How often a connection is probed, and how long an answer may take: the streams of a machine that has
+    vanished would otherwise stay open, and their ranks reserved, until TCP gives up."""
 
 
 class ExtProcServer:
@@ -96,6 +99,10 @@ class ExtProcServer:
             options=[
                 ("grpc.max_receive_message_length", protocol.max_body_bytes + MESSAGE_OVERHEAD_BYTES),
                 ("grpc.max_concurrent_streams", 2**31 - 1),
+                ("grpc.keepalive_time_ms", round(settings.keepalive_s * 1000)),
+                ("grpc.keepalive_timeout_ms", round(settings.keepalive_s * 1000)),
+                ("grpc.http2.ping_timeout_ms", round(settings.keepalive_s * 1000)),
+                ("grpc.http2.max_pings_without_data", 0),
                 # Two gateways must not share a port by accident and split the ledger.
                 ("grpc.so_reuseport", 0),
             ]

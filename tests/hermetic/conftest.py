@@ -132,12 +132,13 @@ def serve_ext_proc(tmp_path_factory: pytest.TempPathFactory) -> Serve:
         max_streams: int = 1024,
         tls: TlsFiles | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        keepalive_s: float = 60.0,
         **protocol: Any,
     ) -> AsyncIterator[Served]:
         observed = Observed()
         server = ExtProcServer(
             decider,
-            ServerSettings(listen, max_streams=max_streams, tls=tls),
+            ServerSettings(listen, max_streams=max_streams, tls=tls, keepalive_s=keepalive_s),
             ProtocolSettings(**protocol),
             observed,
         )

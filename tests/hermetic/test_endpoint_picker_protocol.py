@@ -45,6 +45,7 @@ from tests.builders_protocol import (
     Messages,
     Replies,
     canonical,
+    in_modes,
     overwrite,
     waiting,
     with_hint,
@@ -647,6 +648,14 @@ async def test_an_unknown_body_mode_ends_the_stream_with_a_clear_error(serve_ext
             await stream.read()
         assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert "GRPC" in (error.value.details() or "")
+
+
+async def test_a_full_duplex_body_without_headers_is_an_error_that_says_so(serve_ext_proc: Serve) -> None:
+    async with serve_ext_proc(one(waiting(A=0))) as served:
+        stream = await served.sent(in_modes(REQ()[1:], request="FULL_DUPLEX_STREAMED"))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stream.read()
+        assert "request_header_mode" in (error.value.details() or "")
 
 
 async def test_one_server_speaks_all_modes_at_once(serve_ext_proc: Serve) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import grpc
 import pytest
@@ -21,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ext_proc.health import LIVENESS, READINESS, SERVICE_NAME
 from tests.builders import balancer, group, pool
-from tests.hermetic.conftest import Serve, chat, whole_body
+from tests.hermetic.conftest import ExtProcClient, Serve, chat, whole_body
 
 RANKS = group("g0", 4)
 
@@ -31,6 +32,35 @@ def routed_to(*endpoints: str) -> ProcessingResponse:
     reply = ProcessingResponse(request_body=BodyResponse())
     reply.dynamic_metadata.update({"envoy.lb": {"x-gateway-destination-endpoint": ",".join(endpoints)}})
     return reply
+
+
+class Wire:
+    """A TCP connection to a server that can be cut without either end being told."""
+
+    def __init__(self, server_port: int) -> None:
+        self._server_port = server_port
+        self._server: asyncio.Server | None = None
+        self.is_cut = False
+        self.port = 0
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
+        await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, writer))
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65_536):
+            if not self.is_cut:
+                writer.write(data)
+        writer.close()
 
 
 async def eventually(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
@@ -76,6 +106,18 @@ async def test_a_lost_connection_frees_its_reservations(serve_ext_proc: Serve) -
         assert sum(account.reservations for account in ledger.accounts) == 8
         await served.client.channel.close()
         await eventually(lambda: all(account.reservations == 0 for account in ledger.accounts))
+
+
+async def test_a_machine_that_vanishes_frees_its_reservations(serve_ext_proc: Serve) -> None:
+    ledger = pool(RANKS)
+    async with serve_ext_proc(balancer(ledger), keepalive_s=0.3) as served, Wire(served.port) as wire:
+        client = ExtProcClient(f"127.0.0.1:{wire.port}")
+        await client.exchange(client.open(), whole_body(chat()))
+        await asyncio.sleep(1.0)
+        assert ledger.accounts[0].reservations == 1, "a quiet stream is no dead one"
+        wire.is_cut = True
+        await eventually(lambda: ledger.accounts[0].reservations == 0)
+        await client.channel.close()
 
 
 async def test_concurrent_streams_spread_evenly(serve_ext_proc: Serve) -> None:
