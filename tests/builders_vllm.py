@@ -24,6 +24,18 @@ ANSWER = "ANSWER "
 QUIET_CPU = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1"}
 
 
+def real_rank_environment() -> dict[str, str]:
+    """For `vllm serve` on few CPU cores: one thread, little KV cache, no look at the network."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
 def vllm_python() -> str:
     """The interpreter; skips the test if there is none."""
     if not VLLM_PYTHON.exists():

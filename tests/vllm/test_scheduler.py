@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.builders_engine import tokens
 from tests.builders_vllm import PROGRAMS, answer_of, running, tell, vllm_python
 from vllm_ranks.engine.block_hash import event_hash, hash_block, hash_prompt
 from vllm_ranks.engine.kv_cache import BlocksRemoved, BlocksStored, KVCache, KvEvent
@@ -115,7 +116,7 @@ class Player:
         outcome = self.scheduler.complete(self.plan)
         self.plan = None
         return {
-            "tokens": sorted(token.request.request_id for token in outcome.tokens()),
+            "tokens": sorted(tokens(outcome)),
             "finished": sorted(sequence.request.request_id for sequence in outcome.finished),
             "events": events,
         }

@@ -151,17 +151,15 @@ def _client(
 def cache_info(config: RankConfig) -> dict[str, str]:
     """Labels of `vllm:cache_config_info`: vLLM's CacheConfig, `None` where a field means nothing here."""
     cache = config.cache
-    capacity_tokens = (cache.num_gpu_blocks - 1) * cache.block_size
+    capacity_tokens = cache.num_gpu_blocks * cache.block_size
     known = {
         "block_size": cache.block_size,
         "num_gpu_blocks": cache.num_gpu_blocks,
-        "num_gpu_blocks_override": cache.num_gpu_blocks,
         "enable_prefix_caching": cache.enable_prefix_caching,
         "prefix_caching_hash_algo": "sha256_cbor",
         "kv_cache_size_tokens": capacity_tokens,
         "kv_cache_max_concurrency": capacity_tokens / config.scheduler.max_model_len,
         "effective_attention_block_size": cache.block_size,
-        "hash_block_size": cache.block_size,
         "is_attention_free": False,
         "cache_dtype": "auto",
     }

@@ -263,7 +263,7 @@ def _ready_response(
     config: RankConfig, rank: int, addresses: wire.EngineAddresses, publisher: EventPublisher | None
 ) -> wire.ReadyResponse:
     parallel, limits, cache = config.parallel, config.scheduler, config.cache
-    capacity_tokens = (cache.num_gpu_blocks - 1) * cache.block_size
+    capacity_tokens = cache.num_gpu_blocks * cache.block_size
     return wire.ReadyResponse(
         max_model_len=limits.max_model_len,
         num_gpu_blocks=cache.num_gpu_blocks,

@@ -6,6 +6,7 @@ names it. Must never judge a value: `openai_checks` does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -169,10 +170,10 @@ def _parameter_of(message: str) -> str | None:
     return path.split("[")[0].split(".")[0].rstrip("`") if separator else None
 
 
-def unknown_model(model: str) -> ApiError:
-    """The 404 of a model this server does not have."""
+def unknown_model(model: str, served_names: Sequence[str]) -> ApiError:
+    """The 404 of a model this server does not have, in vLLM's words."""
     return ApiError(
-        f"The model `{model}` does not exist.",
+        f"The model `{model}` does not exist. Valid aliases: {', '.join(served_names)}.",
         status=HTTPStatus.NOT_FOUND,
         kind="NotFoundError",
         param="model",

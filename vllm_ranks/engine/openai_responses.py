@@ -19,6 +19,7 @@ from vllm_ranks.engine.version import SERVER_HEADER
 
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder().encode
+_SIGNATURE = b',"system_fingerprint":' + _json(SERVER_HEADER)
 _FINISH_JSON: dict[FinishReason | None, bytes] = {
     None: b"null",
     **{reason: _json(reason.name.lower()) for reason in FinishReason},
@@ -32,7 +33,9 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int | None = None
-    """`None`: not to be told."""
+    """Found in the prefix cache; `None`: not to be told."""
+    created_cache_tokens: int | None = None
+    """Written to the prefix cache; told in answers to chats only, as in vLLM."""
 
     def as_dict(self) -> dict[str, Any]:
         """The `usage` object."""
@@ -42,7 +45,10 @@ class Usage:
             "completion_tokens": self.completion_tokens,
         }
         if self.cached_tokens is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+            details = {"cached_tokens": self.cached_tokens}
+            if self.created_cache_tokens is not None:
+                details["created_cache_tokens"] = self.created_cache_tokens
+            usage["prompt_tokens_details"] = details
         return usage
 
 
@@ -65,12 +71,13 @@ class ResponseFormat(Protocol):
     """How one kind of request is answered."""
 
     response_id: str
+    tells_created_cache: bool
 
     def opening(self, choices: int, usage: Usage | None) -> bytes:
         """Chunks before the first token; `usage` if every chunk shall carry it."""
 
-    def chunk(self, delta: Delta, usage: Usage | None) -> bytes:
-        """One server-sent event with a delta."""
+    def chunk(self, delta: Delta, usage: Usage | None, *, signed: bool) -> bytes:
+        """One server-sent event with a delta; `signed`: no usage chunk follows that says who answered."""
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The last event of a stream that reports usage."""
@@ -99,13 +106,15 @@ class _Format:
             "model": self._model,
         }
 
-    def _event(self, choice: bytes, usage: Usage | None) -> bytes:
+    def _event(self, choice: bytes, usage: Usage | None, *, signed: bool = False) -> bytes:
+        signature = _SIGNATURE if signed else b""
         if usage is None:
-            return b"".join((self._chunk_start, choice, b"]}\n\n"))
-        return b"".join((self._chunk_start, choice, b'],"usage":', _json(usage.as_dict()), b"}\n\n"))
+            return b"".join((self._chunk_start, choice, b"]", signature, b"}\n\n"))
+        usage_json = _json(usage.as_dict())
+        return b"".join((self._chunk_start, choice, b'],"usage":', usage_json, signature, b"}\n\n"))
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        return self._event(b"", usage)
+        return self._event(b"", usage, signed=True)
 
     def _response(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
         return _json(
@@ -121,6 +130,8 @@ class _Format:
 class CompletionFormat(_Format):
     """Answers of /v1/completions; with `echo` each choice begins with its prompt."""
 
+    tells_created_cache = False
+
     def __init__(
         self, response_id: str, model: str, echoes: Sequence[str] | None, choices_per_prompt: int
     ) -> None:
@@ -132,7 +143,7 @@ class CompletionFormat(_Format):
     def opening(self, choices: int, usage: Usage | None) -> bytes:
         return b""
 
-    def chunk(self, delta: Delta, usage: Usage | None) -> bytes:
+    def chunk(self, delta: Delta, usage: Usage | None, *, signed: bool) -> bytes:
         return self._event(
             b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}'
             % (
@@ -142,6 +153,7 @@ class CompletionFormat(_Format):
                 _json(delta.stop_reason),
             ),
             usage,
+            signed=signed,
         )
 
     def response(self, choices: Sequence[Choice], usage: Usage) -> bytes:
@@ -169,6 +181,8 @@ class CompletionFormat(_Format):
 class ChatFormat(_Format):
     """Answers of /v1/chat/completions; a stream opens with a chunk that names the role."""
 
+    tells_created_cache = True
+
     def __init__(self, response_id: str, model: str, echo: str) -> None:
         super().__init__(response_id, model, "chat.completion.chunk", "chat.completion")
         self._echo = echo
@@ -183,12 +197,13 @@ class ChatFormat(_Format):
             for index in range(choices)
         )
 
-    def chunk(self, delta: Delta, usage: Usage | None) -> bytes:
+    def chunk(self, delta: Delta, usage: Usage | None, *, signed: bool) -> bytes:
         stop = b"" if delta.finish_reason is None else b',"stop_reason":' + _json(delta.stop_reason)
         return self._event(
             b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":%b%b}'
             % (delta.choice, _json(delta.text), _FINISH_JSON[delta.finish_reason], stop),
             usage,
+            signed=signed,
         )
 
     def response(self, choices: Sequence[Choice], usage: Usage) -> bytes:
@@ -200,7 +215,10 @@ class ChatFormat(_Format):
                         "role": "assistant",
                         "content": self._echo + choice.text,
                         "refusal": None,
-                        "tool_calls": [],
+                        "annotations": None,
+                        "audio": None,
+                        "function_call": None,
+                        "reasoning": None,
                     },
                     "logprobs": None,
                     "finish_reason": _name(choice.finish_reason),

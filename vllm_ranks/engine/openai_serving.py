@@ -100,7 +100,7 @@ class OpenAiServing:
         if not model or model in self._config.served_model_names:
             return None
         if model not in self._loras:
-            raise unknown_model(model)
+            raise unknown_model(model, self._config.served_model_names)
         return self._loras[model], list(self._loras).index(model) + 1
 
     def _generation(
@@ -176,7 +176,7 @@ class OpenAiServing:
             for delta in await collector.get():
                 choices[delta.choice].add(delta)
                 usage.completion_tokens += delta.token_count
-        self._tell_cached(usage, collector)
+        self._tell_cached(response, usage, collector)
         headers = {
             **self._response_headers(response.response_id),
             **orca.load_headers(
@@ -207,6 +207,10 @@ class OpenAiServing:
         prompt_tokens = [len(prompt) for prompt in generation.prompts]
         completion_tokens = [0] * (len(prompt_tokens) * generation.n)
 
+        def chunk(delta: Delta) -> bytes:
+            signed = delta.finish_reason is not None and not request.includes_usage
+            return response.chunk(delta, running_usage(delta), signed=signed)
+
         def running_usage(delta: Delta) -> Usage | None:
             if not count_as_we_go:
                 return None
@@ -216,14 +220,14 @@ class OpenAiServing:
         try:
             while collector.unfinished:
                 deltas = await collector.get()
-                chunks = [response.chunk(delta, running_usage(delta)) for delta in deltas]
+                chunks = [chunk(delta) for delta in deltas]
                 if not opened:
                     opening_usage = Usage(usage.prompt_tokens) if count_as_we_go else None
                     chunks.insert(0, response.opening(generation.n, opening_usage))
                     opened = True
                 usage.completion_tokens += sum(delta.token_count for delta in deltas)
                 await stream.write(b"".join(chunks))
-            self._tell_cached(usage, collector)
+            self._tell_cached(response, usage, collector)
             last = response.usage_chunk(usage) if request.includes_usage else b""
             await stream.write(last + DONE)
         except (EngineDeadError, GenerationError) as error:
@@ -248,9 +252,11 @@ class OpenAiServing:
             return await self._stream(http, request, generation, response, collector, usage)
         return await self._respond(http, generation, response, collector, usage)
 
-    def _tell_cached(self, usage: Usage, collector: Collector) -> None:
+    def _tell_cached(self, response: ResponseFormat, usage: Usage, collector: Collector) -> None:
         if self._config.server.enable_prompt_tokens_details:
             usage.cached_tokens = collector.cached_tokens
+            if response.tells_created_cache:
+                usage.created_cache_tokens = collector.created_cache_tokens
 
 
 def _internal_error(error: Exception) -> ApiError:

@@ -36,7 +36,7 @@ class Delta:
 class Collector:
     """Deltas of one HTTP request, waiting for its handler; bounded by the tokens the request may generate."""
 
-    __slots__ = ("_deltas", "_error", "_ready", "cached_tokens", "unfinished")
+    __slots__ = ("_deltas", "_error", "_ready", "cached_tokens", "created_cache_tokens", "unfinished")
 
     def __init__(self, sequences: int) -> None:
         self._deltas: list[Delta] = []
@@ -46,6 +46,8 @@ class Collector:
         """Sequences whose last delta `get` has not returned yet."""
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache, summed over the sequences that have started."""
+        self.created_cache_tokens = 0
+        """Prompt tokens written to the prefix cache."""
 
     def put(self, delta: Delta) -> None:
         """Hand over one delta."""
@@ -250,7 +252,9 @@ class OutputProcessor:
                 stats.computed_tokens += prefill.num_computed_tokens
                 stats.cached_tokens += prefill.num_cached_tokens
                 sequence.cached_tokens = prefill.num_cached_tokens
-                sequence.request.collector.cached_tokens += prefill.num_cached_tokens
+                collector = sequence.request.collector
+                collector.cached_tokens += prefill.num_cached_tokens
+                collector.created_cache_tokens += prefill.num_cache_creation_tokens
             stats.time_to_first_token_s.append(now_s - sequence.request.arrival_s)
             sequence.first_token_s = engine_s
         else:

@@ -44,7 +44,7 @@ class StepOutputs:
                 kept = self._requests[request_id]
                 output = wire.EngineCoreOutput(request_id, [kept.next_token()])
                 if ends_prefill:
-                    _tell_of_prefill(output, sequence, now_s)
+                    self._tell_of_prefill(output, sequence, now_s)
                 message = messages.get(kept.client_index)
                 if message is None:
                     message = wire.EngineCoreOutputs(outputs=[], timestamp=now_s)
@@ -95,23 +95,28 @@ class StepOutputs:
             prefix_cache_stats=lookups,
         )
 
+    def _tell_of_prefill(self, output: wire.EngineCoreOutput, sequence: SequenceState, now_s: float) -> None:
+        """The first output of a request, and the first after a preemption, carry what happened before."""
+        events = []
+        if sequence.generated_tokens == 1:
+            scheduled_s = sequence.scheduled_s if sequence.scheduled_s is not None else now_s
+            events.append(wire.EngineEvent(wire.EngineEventType.QUEUED, sequence.queued_s))
+            events.append(wire.EngineEvent(wire.EngineEventType.SCHEDULED, scheduled_s))
+            prompt, cached = sequence.request.prompt_tokens, sequence.cached_tokens
+            output.prefill_stats = wire.PrefillStats(
+                num_prompt_tokens=prompt,
+                num_computed_tokens=prompt - cached,
+                num_cached_tokens=cached,
+                num_local_cached_tokens=cached,
+                num_cache_creation_tokens=self._findable_tokens(prompt) - cached,
+            )
+        for _ in range(sequence.unreported_preemptions):
+            events.append(wire.EngineEvent(wire.EngineEventType.PREEMPTED, now_s))
+            events.append(wire.EngineEvent(wire.EngineEventType.SCHEDULED, now_s))
+        sequence.unreported_preemptions = 0
+        output.events = events or None
 
-def _tell_of_prefill(output: wire.EngineCoreOutput, sequence: SequenceState, now_s: float) -> None:
-    """The first output of a request, and the first after a preemption, carry what happened before."""
-    events = []
-    if sequence.generated_tokens == 1:
-        scheduled_s = sequence.scheduled_s if sequence.scheduled_s is not None else now_s
-        events.append(wire.EngineEvent(wire.EngineEventType.QUEUED, sequence.queued_s))
-        events.append(wire.EngineEvent(wire.EngineEventType.SCHEDULED, scheduled_s))
-        prompt, cached = sequence.request.prompt_tokens, sequence.cached_tokens
-        output.prefill_stats = wire.PrefillStats(
-            num_prompt_tokens=prompt,
-            num_computed_tokens=prompt - cached,
-            num_cached_tokens=cached,
-            num_local_cached_tokens=cached,
-        )
-    for _ in range(sequence.unreported_preemptions):
-        events.append(wire.EngineEvent(wire.EngineEventType.PREEMPTED, now_s))
-        events.append(wire.EngineEvent(wire.EngineEventType.SCHEDULED, now_s))
-    sequence.unreported_preemptions = 0
-    output.events = events or None
+    def _findable_tokens(self, prompt_tokens: int) -> int:
+        """Prompt tokens that are in the prefix cache once the prompt is computed: those of full blocks."""
+        cache = self._core.scheduler.kv_cache
+        return prompt_tokens // cache.block_size * cache.block_size if cache.enable_prefix_caching else 0

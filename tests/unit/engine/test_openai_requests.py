@@ -188,9 +188,9 @@ def test_text_that_is_certainly_too_long_is_refused_before_it_is_tokenized() -> 
 
 
 def test_an_unknown_model_is_a_404_in_vllms_words() -> None:
-    assert unknown_model("gpt-9").body() == {
+    assert unknown_model("gpt-9", ["m", "alias"]).body() == {
         "error": {
-            "message": "The model `gpt-9` does not exist.",
+            "message": "The model `gpt-9` does not exist. Valid aliases: m, alias.",
             "type": "NotFoundError",
             "param": "model",
             "code": 404,
