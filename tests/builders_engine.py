@@ -29,10 +29,11 @@ def engine_request(
     arrival_s: float = 0.0,
     reason: FinishReason = FinishReason.STOP,
     block_size: int = BLOCK,
+    lora: str | None = None,
 ) -> EngineRequest:
     """A request whose prompt shares all blocks with those of the same `family` (by default its own id)."""
     hashes = [(family or request_id, index) for index in range(prompt // block_size)]
-    return EngineRequest(request_id, arrival_s, prompt, output, reason, priority, hashes)
+    return EngineRequest(request_id, arrival_s, prompt, output, reason, priority, hashes, lora)
 
 
 def scheduler(
@@ -81,6 +82,14 @@ def chunks(plan: StepPlan) -> dict[str, int]:
 def names(sequences: Sequence[Any]) -> list[str]:
     """Request ids."""
     return [sequence.request.request_id for sequence in sequences]
+
+
+def tokens(outcome: StepOutcome) -> dict[str, FinishReason | None]:
+    """Requests that got a token in a step, with the reason if it was their last."""
+    produced = [*outcome.decoded, *outcome.prefilled]
+    assert len(set(produced)) == len(produced)
+    assert set(outcome.finished) <= set(produced)
+    return {s.request.request_id: s.finish_reason if s in outcome.finished else None for s in produced}
 
 
 def core(

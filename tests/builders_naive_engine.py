@@ -210,21 +210,20 @@ class NaiveScheduler:
             scheduled,
         )
 
-    def complete(self, step: NaiveStep) -> tuple[list[tuple[str, int]], list[tuple[str, FinishReason]]]:
-        """Tokens as (request, index) and finished requests, in order of admission."""
-        tokens, finished = [], []
+    def complete(self, step: NaiveStep) -> tuple[list[str], list[tuple[str, int, FinishReason]]]:
+        """Requests that got a token, and those that ended: with how many, and why. In order of admission."""
+        produced, finished = [], []
         for sequence in step.scheduled:
             if sequence not in self.running or sequence.computed < sequence.tokens:
                 continue
-            tokens.append((sequence.request_id, sequence.generated))
+            produced.append(sequence.request_id)
             sequence.generated += 1
-            at_model_len = sequence.tokens >= self.limits.max_model_len
             if sequence.generated >= sequence.request.output_tokens:
-                finished.append((sequence.request_id, sequence.request.finish_reason))
-            elif at_model_len:
-                finished.append((sequence.request_id, FinishReason.LENGTH))
+                finished.append((sequence.request_id, sequence.generated, sequence.request.finish_reason))
+            elif sequence.tokens >= self.limits.max_model_len:
+                finished.append((sequence.request_id, sequence.generated, FinishReason.LENGTH))
             else:
                 continue
             self.running.remove(sequence)
             self.give_back(sequence)
-        return tokens, finished
+        return produced, finished

@@ -37,12 +37,17 @@ def random_case(rng: random.Random) -> Case:
     max_num_seqs = rng.randint(1, 8)
     budget = max_num_seqs + rng.choice([0, 1, 5, 12])
     chunked = rng.random() < 0.8
+    max_loras = rng.choice([None, None, 1, 2])
+    if max_loras is not None:
+        # With adapters, vLLM fails an assertion once a running request has had to sit out a step.
+        budget = max_num_seqs * max_model_len
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
         max_model_len=max_model_len,
         long_prefill_token_threshold=min(rng.choice([0, 0, 1, 2, 5]), max_model_len),
         enable_chunked_prefill=chunked,
+        max_loras=max_loras,
     )
     case = Case(limits, block_size, num_blocks, rng.random() < 0.8, rng.choice(["fcfs", "priority"]))
     added, stepping = 0, False
@@ -53,11 +58,14 @@ def random_case(rng: random.Random) -> Case:
             family, length = rng.randint(0, 2), max(1, round(rng.random() ** 2 * (max_model_len - 1)))
             tokens = [family * 1_000 + index for index in range(length)]
             output, priority, arrival_s = rng.randint(1, 30), rng.randint(0, 2), float(rng.randint(0, 3))
-            case.script.append(["add", f"r{added:03}", tokens, output, priority, arrival_s])
+            lora = None if limits.max_loras is None else rng.choice([None, 1, 2, 3])
+            case.script.append(["add", f"r{added:03}", tokens, output, priority, arrival_s, lora])
         elif kind < 0.36 and added:
             case.script.append(["abort", f"r{rng.randint(1, added):03}"])
         else:
-            case.script.append(["complete"] if stepping else ["schedule", rng.random() < 0.3])
+            case.script.append(
+                ["complete"] if stepping else ["schedule", max_loras is None and rng.random() < 0.3]
+            )
             stepping = not stepping
     return case
 
@@ -80,7 +88,8 @@ class Player:
         number = [*self.prompts].index(request.request_id) + 1
         tokens = self.prompts[request.request_id] + [100_000 + number * 1_000 + i for i in range(100)]
         start = block_index * self.block_size
-        return hash_block(parent_hash, tokens[start : start + self.block_size])
+        extra_keys = request.lora_name and (("lora", request.lora_name, "/loras"),)
+        return hash_block(parent_hash, tokens[start : start + self.block_size], extra_keys or None)
 
     def note(self, event: KvEvent) -> None:
         match event:
@@ -90,13 +99,30 @@ class Player:
             case BlocksRemoved(hashes):
                 self.events.append(["removed", [*map(event_hash, hashes)]])
 
-    def add(self, request_id: str, tokens: list[int], output: int, priority: int, arrival_s: float) -> None:
-        self.prompts[request_id] = tokens
-        hashes = hash_prompt(tokens, self.block_size)
-        request = EngineRequest(
-            request_id, arrival_s, len(tokens), output, FinishReason.LENGTH, priority, hashes
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        output: int,
+        priority: int,
+        arrival_s: float,
+        lora: int | None,
+    ) -> None:
+        self.prompts[request_id] = prompt
+        name = None if lora is None else f"lora-{lora}"
+        hashes = hash_prompt(prompt, self.block_size, lora=name and (name, "/loras"))
+        self.scheduler.add(
+            EngineRequest(
+                request_id,
+                arrival_s,
+                len(prompt),
+                output,
+                FinishReason.LENGTH,
+                priority,
+                hashes,
+                name,
+            )
         )
-        self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort([request_id])
@@ -126,6 +152,7 @@ class Player:
         return {
             "running": scheduler.running,
             "waiting": scheduler.waiting,
+            "deferred": scheduler.deferred,
             "usage": round(scheduler.kv_cache.usage, 6),
             "queries": scheduler.prefix_cache_queries,
             "hits": scheduler.prefix_cache_hits,
@@ -160,4 +187,4 @@ def test_random_scripts_give_the_same_steps() -> None:
             more_preempted, more_hits = compare(case, answer_of(program))
             preempted, hits = preempted + more_preempted, hits + more_hits
     assert preempted > 50
-    assert hits > 1_000
+    assert hits > 500

@@ -63,6 +63,8 @@ class SchedulerStats:
 
     running: int
     waiting: int
+    deferred: int
+    """Those of the waiting that were passed over: too many LoRA adapters would have run at once."""
     kv_usage: float
     prefix_cache_queries: int
     """Since the start, in tokens."""
@@ -145,7 +147,7 @@ class EngineCore:
                 if sequence.first_token_s is None:
                     sequence.first_token_s = now_s
         elif work.reports:
-            outcome = StepOutcome([], [], [], 0)
+            outcome = StepOutcome([], [], [])
         if work.kind is not StepKind.FLUSH and self.waves is not None:
             self.agreement_due = self.waves.step_done()
         return outcome
@@ -166,6 +168,7 @@ class EngineCore:
         return SchedulerStats(
             scheduler.running,
             scheduler.waiting,
+            scheduler.deferred,
             scheduler.kv_cache.usage,
             scheduler.prefix_cache_queries,
             scheduler.prefix_cache_hits,

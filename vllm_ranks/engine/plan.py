@@ -5,10 +5,8 @@ Plain records between the scheduler and whoever runs or studies steps; must neve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vllm_ranks.engine.request import EngineRequest, FinishReason
 from vllm_ranks.engine.sequence import SequenceState
 
 
@@ -50,22 +48,9 @@ class StepPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """One generated token."""
-
-    request: EngineRequest
-    index: int
-    """Its place in the output, from 0."""
-    finish_reason: FinishReason | None
-    """Set with the request's last token."""
-    cached_tokens: int
-    """Prompt tokens that came from the prefix cache at the request's first admission."""
-
-
 @dataclass(slots=True)
 class StepOutcome:
-    """What a completed step produced. Read it before the next step is scheduled."""
+    """What a completed step produced: one token for every sequence in `prefilled` and `decoded`."""
 
     prefilled: list[SequenceState]
     """Sequences whose prefill ended: their first token, or the next after a preemption."""
@@ -73,16 +58,3 @@ class StepOutcome:
     """The other sequences that generated a token."""
     finished: list[SequenceState]
     """Those of both for which it was the last."""
-    tick: int
-
-    def tokens(self) -> Iterator[TokenOutput]:
-        """Every token of the step."""
-        finished = set(self.finished)
-        for sequences in (self.decoded, self.prefilled):
-            for sequence in sequences:
-                yield TokenOutput(
-                    sequence.request,
-                    self.tick - sequence.decode_epoch - 1,
-                    sequence.finish_reason if sequence in finished else None,
-                    sequence.cached_tokens,
-                )

@@ -45,11 +45,20 @@ class SchedulerLimits:
     enable_chunked_prefill: bool = True
     prefill_schedule_interval: int = 1
     """Prefills are admitted only every so many lock-steps, unless more wait than fit."""
+    max_loras: int | None = None
+    """Different LoRA adapters in one step; `None`: the model takes none, or names do not matter."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefill_schedule_interval"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "prefill_schedule_interval",
+            "max_loras",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if not 0 <= self.long_prefill_token_threshold <= self.max_model_len:
             raise ValueError(
                 f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) must lie between 0 and "
@@ -99,6 +108,7 @@ class Scheduler:
         self._clock = DecodeClock(kv_cache.block_size)
         self._admissions = 0
         self._more_waits_than_fits = False
+        self._deferred: set[SequenceState] = set()
         self._plan: StepPlan | None = None
         self._left_since_flush = False
 
@@ -111,6 +121,11 @@ class Scheduler:
     def waiting(self) -> int:
         """Requests queued for the running batch (`vllm:num_requests_waiting`)."""
         return len(self._waiting)
+
+    @property
+    def deferred(self) -> int:
+        """Those of the waiting that were passed over (`num_requests_waiting_by_reason`)."""
+        return len(self._deferred)
 
     @property
     def has_unfinished(self) -> bool:
@@ -160,6 +175,7 @@ class Scheduler:
                 continue
             if sequence.stage is Stage.WAITING:
                 self._waiting.remove(sequence)
+                self._deferred.discard(sequence)
             else:
                 self._stop_running(sequence)
                 if self._plan is not None:
@@ -196,7 +212,7 @@ class Scheduler:
             if self._waiting and budget:
                 admitted = self._admit_waiting(budget, threshold, defer_prefills, prefills)
             if not defer_prefills:
-                self._more_waits_than_fits = len(self._waiting) > 0
+                self._more_waits_than_fits = len(self._waiting) > len(self._deferred)
 
         prefill_tokens = 0
         for sequence, tokens in prefills:
@@ -230,13 +246,12 @@ class Scheduler:
                 self._prefilling.remove(sequence)
                 self._clock.start(sequence)
             else:
-                sequence.decode_epoch = self._clock.tick - sequence.generated_tokens
                 finished.append(sequence)
         finished.sort(key=_admission)
         for sequence in finished:
             self._stop_running(sequence)
             self._finish(sequence)
-        return StepOutcome(prefilled, plan.decoding, finished, self._clock.tick)
+        return StepOutcome(prefilled, plan.decoding, finished)
 
     # --- Running requests ---------------------------------------------------------------------------
 
@@ -336,14 +351,31 @@ class Scheduler:
 
     # --- Entering and leaving -----------------------------------------------------------------------
 
+    def _running_loras(self) -> set[str]:
+        """Adapters of the running batch, if their number is bounded.
+
+        vLLM counts only those of requests that take part in the step, and fails an assertion when one
+        that did not comes back beside those admitted meanwhile.
+        """
+        if self.limits.max_loras is None:
+            return set()
+        names = {s.request.lora_name for s in (*self._clock.sequences, *self._prefilling)}
+        return {name for name in names if name is not None}
+
     def _admit_waiting(
         self, budget: int, threshold: int, defer_prefills: bool, prefills: list[tuple[SequenceState, int]]
     ) -> list[SequenceState]:
         """Move waiting requests to the running batch while all lasts; their chunks go to `prefills`."""
         kv_cache, tables, waiting, limits = self.kv_cache, self._tables, self._waiting, self.limits
         admitted: list[SequenceState] = []
+        passed_over: list[SequenceState] = []
+        loras = self._running_loras()
         while waiting and budget > 0 and self.running < limits.max_num_seqs:
             sequence = waiting.peek()
+            lora_name = sequence.request.lora_name if limits.max_loras is not None else None
+            if lora_name is not None and lora_name not in loras and len(loras) == limits.max_loras:
+                passed_over.append(waiting.pop())
+                continue
             known_tokens = sequence.known_tokens
             hits = tables.cached_prefix(sequence)
             cached_tokens = len(hits) * kv_cache.block_size
@@ -358,6 +390,9 @@ class Scheduler:
             if missing_blocks > kv_cache.free_blocks:
                 break
             waiting.pop()
+            self._deferred.discard(sequence)
+            if lora_name is not None:
+                loras.add(lora_name)
             tables.adopt(sequence, hits)
             sequence.computed_tokens = cached_tokens
             sequence.stage = Stage.PREFILLING
@@ -373,6 +408,9 @@ class Scheduler:
             prefills.append((sequence, tokens))
             admitted.append(sequence)
             budget -= tokens
+        for sequence in reversed(passed_over):
+            waiting.put_back(sequence)
+        self._deferred.update(passed_over)
         return admitted
 
     def _preempt(self, sequence: SequenceState) -> None:
@@ -381,7 +419,7 @@ class Scheduler:
         sequence.computed_tokens = 0
         sequence.preemptions += 1
         sequence.unreported_preemptions += 1
-        self._waiting.push_preempted(sequence)
+        self._waiting.put_back(sequence)
 
     def _stop_running(self, sequence: SequenceState) -> None:
         """Out of the batch, without its blocks."""

@@ -21,8 +21,8 @@ class WaitingQueue(Protocol):
     def push(self, sequence: SequenceState) -> None:
         """A new request."""
 
-    def push_preempted(self, sequence: SequenceState) -> None:
-        """A request that had been running."""
+    def put_back(self, sequence: SequenceState) -> None:
+        """A request that had left the queue already: preempted, or passed over."""
 
     def peek(self) -> SequenceState:
         """The next in line; the queue must not be empty."""
@@ -37,7 +37,7 @@ class WaitingQueue(Protocol):
 
 
 class FcfsQueue:
-    """First come, first served; a preempted request goes to the front."""
+    """First come, first served; what is put back goes to the front."""
 
     def __init__(self) -> None:
         self._queue: deque[SequenceState] = deque()
@@ -46,8 +46,8 @@ class FcfsQueue:
         """A new request, last in line."""
         self._queue.append(sequence)
 
-    def push_preempted(self, sequence: SequenceState) -> None:
-        """A request that had been running, first in line."""
+    def put_back(self, sequence: SequenceState) -> None:
+        """A request that had left the queue already, first in line."""
         self._queue.appendleft(sequence)
 
     def peek(self) -> SequenceState:
@@ -67,7 +67,7 @@ class FcfsQueue:
 
 
 class PriorityQueue:
-    """Lowest priority value first, then earliest arrival; a preempted request keeps its place by both."""
+    """Lowest priority value first, then earliest arrival; what is put back has its place by both."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, float, str, SequenceState]] = []
@@ -77,7 +77,7 @@ class PriorityQueue:
         request = sequence.request
         heapq.heappush(self._heap, (request.priority, request.arrival_s, request.request_id, sequence))
 
-    push_preempted = push
+    put_back = push
 
     def peek(self) -> SequenceState:
         """The most urgent one."""

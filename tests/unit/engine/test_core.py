@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders_engine import BLOCK, chunks, core, engine_request, names
+from tests.builders_engine import BLOCK, chunks, core, engine_request, names, tokens
 from vllm_ranks.engine.core import EngineCore, StepKind, StepWork
 from vllm_ranks.engine.plan import StepOutcome
 from vllm_ranks.engine.waves import EngineCounts, EngineStats, WaveComplete, WaveStarted
@@ -49,7 +49,7 @@ class TestARankThatStepsAlone:
         assert (work.kind, work.cost_s, work.in_lock_step) == (StepKind.FLUSH, 0.0, False)
         outcome = engine.end_step(work, 0.0)
         assert outcome is not None
-        assert list(outcome.tokens()) == []
+        assert tokens(outcome) == {}
         assert engine.stats().running == 0
         assert engine.begin_step(0.0) is None
 

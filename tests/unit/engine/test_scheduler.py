@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders_engine import BLOCK, chunks, engine_request, names, scheduler, step
+from tests.builders_engine import BLOCK, chunks, engine_request, names, scheduler, step, tokens
 from vllm_ranks.engine.kv_cache import KVCache
 from vllm_ranks.engine.request import EngineRequest, FinishReason
 from vllm_ranks.engine.scheduler import Scheduler, SchedulerLimits
@@ -16,20 +16,18 @@ class TestOneRequest:
         engine.add(engine_request("a", prompt=10, output=3))
         plan, outcome = step(engine)
         assert chunks(plan) == {"a": 10}
-        assert [(t.request.request_id, t.index, t.finish_reason) for t in outcome.tokens()] == [
-            ("a", 0, None)
-        ]
+        assert tokens(outcome) == {"a": None}
 
     def test_then_it_decodes_one_token_per_step_until_its_end(self) -> None:
         engine = scheduler()
         engine.add(engine_request("a", prompt=10, output=3, reason=FinishReason.STOP))
         step(engine)
-        tokens = []
+        seen = []
         while engine.has_unfinished:
             plan, outcome = step(engine)
             assert (plan.prefill_tokens, plan.decode_sequences) == (0, 1)
-            tokens += [(t.index, t.finish_reason) for t in outcome.tokens()]
-        assert tokens == [(1, None), (2, FinishReason.STOP)]
+            seen.append(tokens(outcome))
+        assert seen == [{"a": None}, {"a": FinishReason.STOP}]
 
     def test_one_output_token_ends_with_the_prefill(self) -> None:
         engine = scheduler()
@@ -46,8 +44,8 @@ class TestOneRequest:
     def test_a_chunk_that_does_not_end_the_prompt_gives_no_token(self) -> None:
         engine = scheduler(budget=16)
         engine.add(engine_request("a", prompt=17))
-        assert list(step(engine)[1].tokens()) == []
-        assert len(list(step(engine)[1].tokens())) == 1
+        assert tokens(step(engine)[1]) == {}
+        assert tokens(step(engine)[1]) == {"a": None}
 
     def test_the_models_length_cuts_it_short(self) -> None:
         engine = scheduler(model_len=12)
@@ -246,14 +244,14 @@ class TestOutOfBlocks:
         engine = scheduler(blocks=4, caching=False)
         for name in "ab":
             engine.add(engine_request(name, prompt=2 * BLOCK - 1, output=6))
-        indexes: list[int] = []
+        tokens_of_b = 0
         recomputed = {}
         while engine.has_unfinished:
             plan, outcome = step(engine)
-            indexes += [t.index for t in outcome.tokens() if t.request.request_id == "b"]
+            tokens_of_b += "b" in tokens(outcome)
             recomputed = chunks(plan) or recomputed
         assert recomputed == {"b": 2 * BLOCK - 1 + 2}
-        assert indexes == [0, 1, 2, 3, 4, 5]
+        assert tokens_of_b == 6
 
     def test_with_priorities_the_least_urgent_request_is_preempted_even_if_it_had_its_turn(self) -> None:
         engine = scheduler(blocks=4, caching=False, policy="priority")
@@ -283,6 +281,39 @@ class TestOutOfBlocks:
         while engine.has_unfinished:
             step(engine)
         assert engine.kv_cache.free_blocks == 5
+
+
+class TestLoraAdapters:
+    def test_no_more_of_them_run_at_once_than_the_rank_holds_and_others_pass_by(self) -> None:
+        engine = scheduler(max_loras=2)
+        for name, lora in (("a", "x"), ("b", "y"), ("c", "z"), ("d", "x"), ("e", None)):
+            engine.add(engine_request(name, lora=lora))
+        assert [*chunks(step(engine)[0])] == ["a", "b", "d", "e"]
+        assert (engine.waiting, engine.deferred) == (1, 1)
+
+    def test_a_request_that_was_passed_over_keeps_its_place(self) -> None:
+        engine = scheduler(max_loras=1, seqs=2)
+        engine.add(engine_request("a", lora="x"))
+        engine.add(engine_request("b", lora="y", output=1))
+        step(engine)
+        engine.add(engine_request("c", lora="y", output=1))
+        engine.abort(["a"])
+        assert [*chunks(step(engine)[0])] == ["b", "c"]
+        assert engine.deferred == 0
+
+    def test_an_aborted_one_is_no_longer_counted(self) -> None:
+        engine = scheduler(max_loras=1)
+        engine.add(engine_request("a", lora="x"))
+        engine.add(engine_request("b", lora="y"))
+        step(engine)
+        engine.abort(["b"])
+        assert (engine.waiting, engine.deferred) == (0, 0)
+
+    def test_without_a_bound_names_mean_nothing(self) -> None:
+        engine = scheduler()
+        for name in "abc":
+            engine.add(engine_request(name, lora=name))
+        assert [*chunks(step(engine)[0])] == ["a", "b", "c"]
 
 
 class TestPriorities:
@@ -327,7 +358,7 @@ class TestAbort:
         plan = engine.schedule()
         assert plan is not None
         engine.abort(["a", "c"])
-        assert [t.request.request_id for t in engine.complete(plan).tokens()] == ["b"]
+        assert tokens(engine.complete(plan)) == {"b": None}
 
     def test_unknown_and_finished_ids_are_skipped(self) -> None:
         engine = scheduler()
@@ -379,6 +410,7 @@ class TestRefusals:
             ({"long_prefill_token_threshold": -1}, "must lie between 0 and max_model_len"),
             ({"enable_chunked_prefill": False}, "without chunked prefill"),
             ({"prefill_schedule_interval": 0}, "prefill_schedule_interval must be at least 1"),
+            ({"max_loras": 0}, "max_loras must be at least 1"),
         ],
     )
     def test_limits_under_which_requests_could_wait_forever(self, limits: dict[str, int], why: str) -> None:

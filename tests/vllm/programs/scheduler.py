@@ -6,8 +6,17 @@ import tempfile
 from pathlib import Path
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    LoRAConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_events import BlockStored
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -56,6 +65,7 @@ class Player:
             scheduler_config=scheduler_config,
             cache_config=cache_config,
             device_config=DeviceConfig("cpu"),
+            lora_config=None if limits["max_loras"] is None else LoRAConfig(max_loras=limits["max_loras"]),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         )
         config.cache_config.num_gpu_blocks = case["num_blocks"] + 1
@@ -78,7 +88,7 @@ class Player:
         self.generated = {}
         self.queries = self.hits = 0
 
-    def add(self, request_id, tokens, output, priority, arrival_s):
+    def add(self, request_id, tokens, output, priority, arrival_s, lora):
         self.numbers[request_id] = len(self.numbers) + 1
         self.generated[request_id] = 0
         self.scheduler.add_request(
@@ -89,6 +99,7 @@ class Player:
                 pooling_params=None,
                 arrival_time=arrival_s,
                 priority=priority,
+                lora_request=None if lora is None else LoRARequest(f"lora-{lora}", lora, "/loras"),
                 block_hasher=self.hasher,
             )
         )
@@ -149,6 +160,7 @@ class Player:
         return {
             "running": running,
             "waiting": waiting,
+            "deferred": len(self.scheduler.deferred_waiting),
             "usage": round(self.scheduler.kv_cache_manager.usage, 6),
             "queries": self.queries,
             "hits": self.hits,
