@@ -9,7 +9,7 @@ import asyncio
 
 from vllm_ranks.engine.collective import Collective, Operation
 
-_MAX_CARRIED_S = 0.005
+_MAX_CARRIED_S = 0.020
 """Lateness that one step may make up for the one before. Timers and other processes make every sleep end
 late; without this the group would be slower than its model, with more it would run in bursts."""
 
