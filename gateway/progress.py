@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 
 
 class Progress:
@@ -18,20 +19,45 @@ class Progress:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self._under_way: dict[Step, str] = {}
+        self._status: Status | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether people can watch a step while it is under way."""
+        return self.console.is_terminal
 
     @contextmanager
     def step(self, name: str) -> Iterator[Step]:
-        """A step under way; end it with `Step.done`. An exception marks it as failed."""
+        """A step, perhaps beside others; end it with `Step.done`. An exception marks it as failed."""
         started_s = time.monotonic()
-        with self.console.status(escape(f"{name} …")) as status:
-            step = Step(lambda text: status.update(escape(f"{name} … {text}")))
-            try:
-                yield step
-            except Exception:
-                self._line("red", "✗", name)
-                raise
+        step = Step(lambda text: self._show(step, f"{name} … {text}"))
+        self._show(step, f"{name} …")
+        try:
+            yield step
+        except Exception:
+            self._hide(step)
+            self._line("red", "✗", name)
+            raise
+        finally:
+            self._hide(step)
         took_s = time.monotonic() - started_s
         self._line("green", "✓", f"{name}{step.outcome} ({took_s:.1f} s)")
+
+    def _show(self, step: Step, text: str) -> None:
+        self._under_way[step] = text
+        together = escape("; ".join(self._under_way.values()))
+        if self._status is None:
+            self._status = self.console.status(together)
+            self._status.start()
+        else:
+            self._status.update(together)
+
+    def _hide(self, step: Step) -> None:
+        self._under_way.pop(step, None)
+        if self._status is not None and not self._under_way:
+            self._status.stop()
+            self._status = None
 
     def note(self, text: str) -> None:
         """Something worth knowing."""

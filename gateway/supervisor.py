@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
+from gateway.group_keeper import GroupGivenUp, GroupKeeper
 from gateway.plan import UnitPlan
 from gateway.progress import Progress
+from gateway.restarts import RestartLimits, Restarts
 from gateway.run_folder import RunFolder
 from gateway.unit import Unit, UnitFailed
 
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0
-STABLE_AFTER_S = 60.0
-"""A unit that has run this long before it fails is restarted with the first backoff again."""
+RESTART_LIMITS = RestartLimits(first_backoff_s=0.5, max_backoff_s=30.0, stable_after_s=60.0)
 
 Drain = Callable[[], Awaitable[None]]
 """Stops the flow of new work and waits for the work under way; called while everything still runs."""
@@ -40,15 +40,90 @@ class StopRequest:
         self.requested.set()
 
 
+class Keeper(Protocol):
+    """Starts one unit and keeps it running, after its own manner."""
+
+    @property
+    def unit(self) -> Unit:
+        """What it keeps."""
+        ...
+
+    async def start(self) -> None:
+        """Start the unit. Raises UnitFailed."""
+        ...
+
+    async def keep(self) -> None:
+        """Restart the unit whenever that is needed; until cancelled. Raises GroupGivenUp."""
+        ...
+
+
+class UnitKeeper:
+    """Restarts a unit, whole, whenever it loses a process; for ever."""
+
+    def __init__(self, unit: Unit, progress: Progress) -> None:
+        self.unit = unit
+        self._progress = progress
+
+    async def start(self) -> None:
+        """Start the unit. Raises UnitFailed."""
+        count = len(self.unit.plan.processes)
+        with self._progress.step(self.unit.plan.name) as step:
+            await self.unit.start(lambda ready: step.show(f"{ready} of {count} ready") if count > 1 else None)
+            step.done(self.unit.plan.serves)
+
+    async def keep(self) -> None:
+        """Restart the unit whenever it loses a process; until cancelled."""
+        loop = asyncio.get_running_loop()
+        restarts = Restarts(RESTART_LIMITS)
+        while True:
+            started_s = loop.time()
+            failure: UnitFailed | None = await self.unit.wait_for_loss()
+            served_s = loop.time() - started_s
+            while failure is not None:
+                wait_s = restarts.failed(served_s) or 0.0
+                self._progress.problem(f"{failure}\nrestarting {self.unit.plan.name} in {wait_s:g} s")
+                await self.unit.stop()
+                await asyncio.sleep(wait_s)
+                failure, served_s = await self._start_again(), 0.0
+
+    async def _start_again(self) -> UnitFailed | None:
+        try:
+            await self.start()
+        except UnitFailed as error:
+            return error
+        return None
+
+
+MakeGroupKeeper = Callable[[Unit], GroupKeeper]
+
+
 class Supervisor:
     """One deployment, from start to stop."""
 
     def __init__(
-        self, units: Sequence[UnitPlan], folder: RunFolder, progress: Progress, drain: Drain
+        self,
+        units: Sequence[UnitPlan],
+        folder: RunFolder,
+        progress: Progress,
+        drain: Drain,
+        make_group_keeper: MakeGroupKeeper | None = None,
+        *,
+        other_groups: int = 0,
     ) -> None:
-        self._units = [Unit(plan, folder) for plan in units]
+        """Supervise `units`; those that are groups are kept by what `make_group_keeper` makes, if given.
+
+        It ends when all groups have been given up, unless there are `other_groups` that somebody else keeps.
+        """
+        self._keepers: list[Keeper] = [
+            make_group_keeper(Unit(plan, folder))
+            if plan.group is not None and make_group_keeper is not None
+            else UnitKeeper(Unit(plan, folder), progress)
+            for plan in units
+        ]
+        self._units = [keeper.unit for keeper in self._keepers]
         self._progress = progress
         self._drain = drain
+        self._other_groups = other_groups
         self._is_serving = False
 
     async def run(self, work: Work) -> None:
@@ -68,45 +143,38 @@ class Supervisor:
                 await self._stop(stop.hurry)
 
     async def _start(self) -> None:
-        for unit in self._units:
-            await self._start_unit(unit)
+        """Groups come up beside each other, since real models load for minutes; the rest in order."""
+        groups = [keeper for keeper in self._keepers if keeper.unit.plan.group is not None]
+        await _all_or_none(keeper.start() for keeper in groups)
+        for keeper in self._keepers:
+            if keeper.unit.plan.group is None:
+                await keeper.start()
         self._is_serving = True
 
-    async def _start_unit(self, unit: Unit) -> None:
-        count = len(unit.plan.processes)
-        with self._progress.step(unit.plan.name) as step:
-            await unit.start(lambda ready: step.show(f"{ready} of {count} ready") if count > 1 else None)
-            step.done(unit.plan.serves)
-
     async def _while_kept_running(self, work: Work) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            keeping = [tasks.create_task(self._keep(unit)) for unit in self._units]
-            await work()
-            for task in keeping:
-                task.cancel()
+        given_up: UnitFailed | None = None
+        groups_left = self._other_groups + sum(keeper.unit.plan.group is not None for keeper in self._keepers)
 
-    async def _keep(self, unit: Unit) -> None:
-        """Restart the unit, whole, whenever it loses a process; until cancelled."""
-        loop = asyncio.get_running_loop()
-        backoff_s = FIRST_BACKOFF_S
-        while True:
-            started_s = loop.time()
-            failure: UnitFailed | None = await unit.wait_for_loss()
-            if loop.time() - started_s >= STABLE_AFTER_S:
-                backoff_s = FIRST_BACKOFF_S
-            while failure is not None:
-                self._progress.problem(f"{failure}\nrestarting {unit.plan.name} in {backoff_s:g} s")
-                await unit.stop()
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-                failure = await self._restart(unit)
+        async def keep(keeper: Keeper) -> None:
+            nonlocal groups_left
+            try:
+                await keeper.keep()
+            except GroupGivenUp as error:
+                groups_left -= 1
+                if groups_left == 0:
+                    raise UnitFailed(str(error)) from None
+                self._progress.problem(str(error))
 
-    async def _restart(self, unit: Unit) -> UnitFailed | None:
         try:
-            await self._start_unit(unit)
-        except UnitFailed as error:
-            return error
-        return None
+            async with asyncio.TaskGroup() as tasks:
+                keeping = [tasks.create_task(keep(keeper)) for keeper in self._keepers]
+                await work()
+                for task in keeping:
+                    task.cancel()
+        except* UnitFailed as failures:
+            given_up = UnitFailed(str(failures.exceptions[0]))
+        if given_up is not None:
+            raise given_up
 
     async def _stop(self, hurry: asyncio.Event) -> None:
         stopping = asyncio.create_task(self._stop_in_order())
@@ -158,6 +226,17 @@ async def _cancelled_by(event: asyncio.Event, work: Coroutine[None, None, None])
     except asyncio.CancelledError:
         if not event.is_set():
             raise
+
+
+async def _all_or_none(works: Iterable[Coroutine[None, None, None]]) -> None:
+    """Do all at once; when one fails, cancel the others, wait for their end and raise its error."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _first_of(task: asyncio.Task[None], event: asyncio.Event) -> None:

@@ -18,6 +18,7 @@ from gateway.log_file import LogFile
 from gateway.plan import ProcessPlan, UnitPlan
 from gateway.run_folder import RunFolder
 from vllm_ranks.engine.processes import describe_exit
+from vllm_ranks.launcher.rank_log import ERRORS_BELONG_TOGETHER_S, RankLog, Trouble
 
 READY_POLL_S = 0.1
 READY_ANSWER_TIMEOUT_S = 2.0
@@ -35,8 +36,9 @@ class UnitFailed(Exception):
 class _Output(asyncio.Protocol):
     """Copies what a process and its offspring write to its log."""
 
-    def __init__(self, log: LogFile) -> None:
+    def __init__(self, log: LogFile, rank_log: RankLog | None) -> None:
         self._log = log
+        self._rank_log = rank_log
         self._transport: asyncio.BaseTransport | None = None
         self.ended = asyncio.Event()
 
@@ -45,6 +47,8 @@ class _Output(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._log.write(data)
+        if self._rank_log is not None:
+            self._rank_log.feed(data, asyncio.get_running_loop().time())
 
     def connection_lost(self, _error: Exception | None) -> None:
         self.ended.set()
@@ -59,10 +63,17 @@ class ChildProcess:
     """One running process; its output goes to its log. It dies with this one, whatever happens."""
 
     def __init__(
-        self, plan: ProcessPlan, process: asyncio.subprocess.Process, log: LogFile, output: _Output
+        self,
+        plan: ProcessPlan,
+        process: asyncio.subprocess.Process,
+        log: LogFile,
+        output: _Output,
+        rank_log: RankLog | None,
     ) -> None:
         self.plan = plan
         self.is_ready = False
+        self.rank_log = rank_log
+        """What its log tells; `None` if it is no vLLM server."""
         self._process = process
         self._log = log
         self._output = output
@@ -75,7 +86,8 @@ class ChildProcess:
         wrapper = (sys.executable, "-P", "-m", "vllm_ranks.engine.processes", str(os.getpid()), "--")
         # A pipe of our own: asyncio's would keep `wait` from returning while offspring holds it open.
         read_end, write_end = os.pipe()
-        output = _Output(log)
+        rank_log = RankLog(asyncio.get_running_loop().time()) if plan.is_vllm else None
+        output = _Output(log, rank_log)
         try:
             await asyncio.get_running_loop().connect_read_pipe(lambda: output, os.fdopen(read_end, "rb"))
             process = await asyncio.create_subprocess_exec(
@@ -84,11 +96,12 @@ class ChildProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
+                env={**os.environ, **plan.environment},
                 start_new_session=True,
             )
         finally:
             os.close(write_end)
-        return cls(plan, process, log, output)
+        return cls(plan, process, log, output, rank_log)
 
     async def _wait(self) -> float:
         await self._process.wait()
@@ -121,11 +134,29 @@ class ChildProcess:
         self._output.close()
         self._log.close()
 
+    @property
+    def failed_at_s(self) -> tuple[bool, float]:
+        """Sorts processes by who failed first; those that only felt another's failure come last."""
+        ended_s = self.exited.result() if self.exited.done() else float("inf")
+        trouble = self._trouble()
+        if trouble is None:
+            return not self.exited.done(), ended_s
+        return trouble.is_a_consequence, min(trouble.began_at_s, ended_s)
+
+    def _trouble(self) -> Trouble | None:
+        """What its log tells of a failure under way; `None` if nothing, or only of a survived one."""
+        trouble = self.rank_log.trouble if self.rank_log is not None else None
+        now_s = asyncio.get_running_loop().time()
+        if trouble is None or now_s - trouble.last_at_s > ERRORS_BELONG_TOGETHER_S:
+            return None
+        return trouble
+
     def account(self) -> str:
-        """How it ended, and its last words."""
+        """How it ended, and its last words: the first ones of its trouble, if it is known to tell any."""
         code = self._process.returncode
         happened = "is still running" if code is None else f"ended with {describe_exit(code)}"
-        lines = self._log.last_lines(SHOWN_LOG_LINES)
+        trouble = self._trouble()
+        lines = trouble.lines if trouble is not None else self._log.last_lines(SHOWN_LOG_LINES)
         words = [f"{self.plan.name} {happened}; log: {self._log.path}", *(f"  | {line}" for line in lines)]
         return "\n".join(words)
 
@@ -188,6 +219,20 @@ class Unit:
                         on_ready(len(self._children) - len(waiting))
                 await asyncio.sleep(READY_POLL_S if waiting else 0)
 
+    @property
+    def rank_logs(self) -> dict[str, RankLog]:
+        """What the logs of its vLLM servers tell, by name of the process."""
+        return {child.plan.name: child.rank_log for child in self._children if child.rank_log is not None}
+
+    async def settle(self, limit_s: float) -> None:
+        """Give the others time to show what the loss of one does to them."""
+        if exits := [child.exited for child in self._children]:
+            await asyncio.wait(exits, timeout=limit_s)
+
+    def account(self) -> str:
+        """The account of the process that failed first."""
+        return min(self._children, key=lambda child: child.failed_at_s).account()
+
     async def wait_for_loss(self) -> UnitFailed:
         """Return when the first process has ended, with its account."""
         exits = {child.exited: child for child in self._children}
@@ -196,12 +241,13 @@ class Unit:
         await lost.close()
         return UnitFailed(lost.account())
 
-    async def stop(self) -> None:
-        """SIGTERM all, SIGKILL what is left after the plan's time; nothing runs afterwards."""
+    async def stop(self, timeout_s: float | None = None) -> None:
+        """SIGTERM all, SIGKILL what is left after the plan's time, or this one; nothing runs afterwards."""
         for child in self._children:
             child.signal(signal.SIGTERM)
         if exits := [child.exited for child in self._children]:
-            await asyncio.wait(exits, timeout=self.plan.stop_timeout_s)
+            limit_s = self.plan.stop_timeout_s if timeout_s is None else timeout_s
+            await asyncio.wait(exits, timeout=limit_s)
         await asyncio.gather(*(child.close() for child in self._children))
         self._children.clear()
 

@@ -16,6 +16,7 @@ import typer
 SUB_COMMANDS: dict[str, str] = {
     "demo": "Start a small pool of embedded ranks behind Envoy, drive it with the openai client, show it.",
     "up": "Start and supervise what a configuration asks for: ranks, gateway and Envoy, on this machine.",
+    "ranks": "Start and supervise the ranks of one machine alone, or print the commands for it (--dry-run).",
     "gateway": "Run the gateway alone: the ext_proc service that Envoy asks, and the admin API.",
     "rank": "Run one rank of the embedded engine (development and evaluation; production is vllm serve).",
     "status": "Show the ranks as the gateway sees them: load, reservations, age of their reports.",

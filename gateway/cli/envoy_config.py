@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_config
+from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_resolved
 from gateway.envoy_config import render, to_yaml
 from gateway.envoy_process import EnvoyError, locate, validate
 
@@ -24,7 +24,7 @@ def envoy_config(
 
     It is what `wavegate up` runs; run it elsewhere with `envoy --disable-hot-restart -c FILE`.
     """
-    loaded = load_config(config)
+    loaded = load_resolved(config)
     text = to_yaml(render(loaded))
     if not check:
         typer.echo(text, nl=False)

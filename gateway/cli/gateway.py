@@ -6,7 +6,7 @@ import logging
 
 import typer
 
-from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_config
+from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_resolved
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -17,7 +17,7 @@ def gateway(config: ConfigPath = DEFAULT_CONFIG_PATH) -> None:
 
     Ends on SIGTERM or Ctrl-C, once the requests under way have ended or gateway.drain_timeout_s is over.
     """
-    loaded = load_config(config)
+    loaded = load_resolved(config)
     import uvloop
 
     from gateway.server import run

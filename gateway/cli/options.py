@@ -9,6 +9,7 @@ import typer
 
 from gateway.config import Config
 from gateway.config_file import DEFAULT_PATH, ConfigError, load
+from gateway.resolve import Unresolved, resolve
 
 ConfigPath = Annotated[
     Path, typer.Option("--config", "-c", metavar="FILE", help="The configuration, a wavegate.yaml.")
@@ -22,6 +23,17 @@ def load_config(path: Path) -> Config:
         return load(path)
     except ConfigError as error:
         fail(str(error), status=2)
+
+
+def load_resolved(path: Path) -> Config:
+    """The configuration with every group as it will run; what had to be found out is told on stderr."""
+    try:
+        resolved = resolve(load_config(path))
+    except Unresolved as error:
+        fail(f"{path}: {error}", status=2)
+    for note in resolved.notes:
+        typer.echo(note, err=True)
+    return resolved.config
 
 
 def fail(message: str, *, status: int = 1) -> NoReturn:

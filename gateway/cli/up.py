@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_config
+from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_resolved
 from gateway.config import Config
 from gateway.config_types import endpoint
 from gateway.deployment import StartFailed, run_deployment
@@ -31,7 +31,7 @@ def up(config: ConfigPath = DEFAULT_CONFIG_PATH, run_dir: RunDir = DEFAULT_RUN_F
     stops in order: no new requests, wait for those under way (gateway.drain_timeout_s), stop. A second one
     stops at once. Adopted groups are left alone.
     """
-    loaded = load_config(config)
+    loaded = load_resolved(config)
     try:
         with locked_run_folder(run_dir) as folder:
             asyncio.run(_run(loaded, folder, Progress(Console())))

@@ -7,6 +7,7 @@ a bounded part of it.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -60,6 +61,11 @@ _COMPLAINT = re.compile(r"^(?:vllm|usage)\b.*\berror: |^error: |command not foun
 _UNIMPORTANT = ("Error retrieving safetensors", "leaked ")
 
 
+_CONSEQUENCE = re.compile(
+    r"[Cc]onnection (?:closed|reset) by peer|remote process (?:exited|has)|EngineDeadError|Worker failed with"
+)
+
+
 @dataclass(slots=True)
 class Trouble:
     """The first words of a failure."""
@@ -68,6 +74,11 @@ class Trouble:
     last_at_s: float
     lines: list[str] = field(default_factory=list)
     """Exceptions and complaints, without their tracebacks, the first ones."""
+
+    @property
+    def is_a_consequence(self) -> bool:
+        """Whether it only says that another rank, or another process of this one, has gone."""
+        return all(_CONSEQUENCE.search(line) for line in self.lines)
 
 
 class RankLog:
@@ -119,12 +130,13 @@ class RankLog:
         if len(trouble.lines) < MAX_ERROR_LINES and text not in trouble.lines:
             trouble.lines.append(text)
 
-    def describe(self) -> str:
+    def describe(self, *, with_percent: bool = True) -> str:
         """The phase, and how far it has come."""
-        return self.phase.value if self.percent is None else f"{self.phase.value} {self.percent} %"
+        known = with_percent and self.percent is not None
+        return f"{self.phase.value} {self.percent} %" if known else self.phase.value
 
 
-def describe_together(logs: dict[str, RankLog]) -> str:
+def describe_together(logs: Mapping[str, RankLog], *, with_percent: bool = True) -> str:
     """One line for all ranks of a group: how many are in which phase; by name where it is one."""
     by_phase: dict[Phase, list[str]] = {}
     for name, log in logs.items():
@@ -133,8 +145,8 @@ def describe_together(logs: dict[str, RankLog]) -> str:
     for phase in Phase:
         names = by_phase.get(phase, [])
         if len(names) == 1 and len(logs) > 1:
-            parts.append(f"{names[0]} {logs[names[0]].describe()}")
+            parts.append(f"{names[0]} {logs[names[0]].describe(with_percent=with_percent)}")
         elif names:
             slowest = min(names, key=lambda name: logs[name].percent or 0)
-            parts.append(f"{len(names)} {logs[slowest].describe()}")
+            parts.append(f"{len(names)} {logs[slowest].describe(with_percent=with_percent)}")
     return ", ".join(parts)
