@@ -53,7 +53,7 @@ class Admission:
     def decide(self, facts: RequestFacts, now_s: float) -> Placed | Refused | Held:
         """Decide about a request that has just arrived, or hold it."""
         if not self._picker.candidates(facts)[0]:
-            return Refused(503, DropReason.NO_RANK)
+            return self._no_rank(facts)
         if not self._waiting.has_room(facts):
             return Refused(429, DropReason.QUEUE_FULL, self._settings.max_hold_s)
         held = self._waiting.enter(facts, now_s)
@@ -143,8 +143,16 @@ class Admission:
         )
         if isinstance(outcome, Pick):
             self._place(held, outcome, now_s)
+        elif not self._picker.candidates(held.facts)[0]:
+            self._settle(held, self._no_rank(held.facts))
         else:
             self._settle(held, Refused(503, DropReason.SATURATED, self._settings.max_hold_s))
+
+    def _no_rank(self, facts: RequestFacts) -> Refused:
+        """Trying again helps only if ranks for the request exist, but are out of rotation for now."""
+        subset = facts.subset
+        exists = any(subset is None or account.rank in subset for account in self._ledger.accounts)
+        return Refused(503, DropReason.NO_RANK, self._settings.max_hold_s if exists else None)
 
     def _place(self, held: Held, pick: Pick, now_s: float) -> None:
         reservation = self._ledger.reserve(pick.first, held.facts, now_s)

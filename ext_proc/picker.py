@@ -57,13 +57,15 @@ class Picker:
     def candidates(self, facts: RequestFacts) -> tuple[Sequence[RankAccount], PickReason]:
         """The ranks a request may go to, and the reason of a pick among them.
 
-        Ranks of groups with a rank that is down are left out, unless that leaves none.
+        Those of groups out of rotation are left out; those of groups with a rank that is down too, unless
+        that leaves none.
         """
         ledger, subset = self._ledger, facts.subset
-        healthy = [group for group in ledger.groups if ledger.is_healthy(group)]
+        open_groups = [group for group in ledger.groups if ledger.is_in_rotation(group)]
+        healthy = [group for group in open_groups if ledger.is_healthy(group)]
         if subset is None and len(healthy) == len(ledger.groups):
             return ledger.accounts, PickReason.POLICY
-        for groups, reason in ((healthy, PickReason.POLICY), (ledger.groups, PickReason.NO_HEALTHY_GROUP)):
+        for groups, reason in ((healthy, PickReason.POLICY), (open_groups, PickReason.NO_HEALTHY_GROUP)):
             allowed = [
                 account
                 for group in groups
@@ -77,12 +79,14 @@ class Picker:
     def pick(
         self, facts: RequestFacts, now_s: float, readiness: Readinesses | None = None
     ) -> Pick | Busy | None:
-        """The ranks for a request, best first; `None` if all are closed to it. There must be a candidate.
+        """The ranks for a request, best first; `None` if there is none or all are closed to it.
 
         Equal costs go to the rank picked longest ago. The second choice is in another group where there is
         one: when the first choice cannot be reached, its group is the likely reason.
         """
         view, reason = self._view(facts, now_s)
+        if not view.accounts:
+            return None
         ranked = sorted(
             zip(self.policy.costs(view), view.accounts, view.cached_tokens, strict=True),
             key=lambda entry: (entry[0], entry[1].pick_sequence),

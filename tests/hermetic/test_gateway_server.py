@@ -137,13 +137,16 @@ async def test_a_rank_that_stops_answering_takes_its_group_down_and_back(run_gat
         await gateway.until(lambda status: status["groups"][0]["healthy"])
 
 
-async def test_a_gateway_starts_and_serves_while_no_rank_answers(
+async def test_a_gateway_starts_and_refuses_while_no_rank_answers(
     run_gateway: RunGateway, unused_tcp_port: int
 ) -> None:
     async with run_gateway([f"127.0.0.1:{unused_tcp_port}"]) as gateway:
         assert (await gateway.status())["ranks"][0]["state"] in ("unknown", "down")
+        async with asyncio.timeout(10):
+            while (await (await gateway.get("/groups/g0")).json())["in_rotation"]:
+                await asyncio.sleep(0.01)
         reply = await gateway.client.exchange(gateway.client.open(), whole_body(chat()))
-        assert reply.HasField("dynamic_metadata")
+        assert reply.immediate_response.status.code == 503
 
 
 async def test_metrics_name_picks_reservations_ages_and_states(run_gateway: RunGateway) -> None:

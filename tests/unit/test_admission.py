@@ -139,6 +139,32 @@ def test_a_rank_without_kv_memory_gets_nothing_and_waiting_ends_with_503() -> No
     assert waiting.decision == Refused(503, DropReason.SATURATED, retry_after_s=3.0)
 
 
+def test_what_waits_while_the_last_group_leaves_rotation_is_told_so_in_the_end() -> None:
+    ledger = pool(group("g0", 1))
+    decider = admission(ledger, AdmissionSettings(max_hold_s=3.0))
+    placed(decider.decide(request(prompt_tokens=80_000), 0.0))
+    waiting = held(decider.decide(request(), 0.0))
+    ledger.set_rotation("g0", False)
+    decider.advance(2.9)
+    assert waiting.decision is None
+    decider.advance(3.0)
+    assert waiting.decision == Refused(503, DropReason.NO_RANK, retry_after_s=3.0)
+
+
+def test_what_waits_goes_when_its_group_is_back() -> None:
+    ledger = pool(group("g0", 1))
+    decider = admission(ledger)
+    first = placed(decider.decide(request(prompt_tokens=80_000), 0.0))
+    waiting = held(decider.decide(request(), 0.0))
+    ledger.set_rotation("g0", False)
+    first.reservation.release(Outcome.CANCELLED, 1.0)
+    decider.advance(1.0)
+    assert waiting.decision is None
+    ledger.set_rotation("g0", True)
+    decider.advance(1.1)
+    assert isinstance(waiting.decision, Placed)
+
+
 def test_a_stale_report_never_counts_as_full() -> None:
     ledger = pool(group("g0", 1))
     ledger.record_report(rank(0), report(0.0, running=9, waiting=1, kv=0.99, counters=counters()))

@@ -76,6 +76,28 @@ def test_with_every_group_down_requests_are_still_spread() -> None:
     assert pick.reason is PickReason.NO_HEALTHY_GROUP
 
 
+def test_a_group_out_of_rotation_gets_nothing_however_healthy_it_looks() -> None:
+    ledger = pool([*group("a", 2), *group("b", 2)])
+    for _ in range(DOWN_AFTER_FAILURES):
+        ledger.record_failed_scrape(rank(0, group="b"))
+    ledger.set_rotation("a", False)
+    pick = must_pick(ledger)
+    assert {one.group for one in pick.ranks} == {"b"}
+    ledger.set_rotation("a", True)
+    assert {one.group for one in must_pick(ledger).ranks} == {"a"}
+
+
+def test_with_every_group_out_of_rotation_requests_are_refused_for_a_while() -> None:
+    ledger = pool(group("g0", 2))
+    ledger.set_rotation("g0", False)
+    refused = balancer(ledger).decide(request(), 0.0)
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.reason) == (503, DropReason.NO_RANK)
+    assert refused.retry_after_s is not None
+    assert picker(ledger).pick(request(), 0.0) is None
+    assert ledger.loads(0.0) == [0.0, 0.0]
+
+
 def only(*endpoints: str, addresses: Sequence[str] = ()) -> RequestFacts:
     return replace(request(), subset=Subset(frozenset(endpoints), frozenset(addresses)))
 
