@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -56,13 +56,18 @@ class Usage:
 class Choice:
     """One finished choice of a response that is not streamed."""
 
-    text: str = ""
+    parts: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
 
+    @property
+    def text(self) -> str:
+        """Everything that was generated."""
+        return "".join(self.parts)
+
     def add(self, delta: Delta) -> None:
         """Append what a step added."""
-        self.text += delta.text
+        self.parts.append(delta.text)
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
 
