@@ -34,6 +34,8 @@ from vllm_ranks.engine.version import NOTICE
 
 logger = logging.getLogger(__name__)
 
+DIRECTORY_PREFIX = "wavegate-rank-"
+
 
 def run_rank(config: RankConfig) -> int:
     """Run until stopped by SIGTERM or SIGINT, or until something dies; the result is the exit code."""
@@ -246,8 +248,27 @@ def bind_http(config: RankConfig) -> socket.socket:
 @contextmanager
 def _private_directory() -> Iterator[Path]:
     """A directory for sockets that only this user can enter, gone when the rank ends."""
-    directory = Path(tempfile.mkdtemp(prefix="wavegate-rank-"))
+    _remove_leftovers()
+    directory = Path(tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-"))
     try:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove_leftovers() -> None:
+    """Directories of ranks that were killed before they could remove them."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*-*"):
+        pid = directory.name.removeprefix(DIRECTORY_PREFIX).partition("-")[0]
+        if pid.isdigit() and not _exists(int(pid)):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's process
+    return True

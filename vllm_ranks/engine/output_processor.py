@@ -103,7 +103,7 @@ class _Sequence:
     """Progress of one engine request."""
 
     __slots__ = (
-        *("request", "detokenizer", "text", "sent_chars", "hold_back", "generated", "cached_tokens"),
+        *("request", "detokenizer", "text", "hold_back", "generated", "cached_tokens"),
         *("preemptions", "queued_s", "scheduled_s", "first_token_s", "last_token_s"),
     )
 
@@ -111,7 +111,7 @@ class _Sequence:
         self.request = request
         self.detokenizer = IncrementalDetokenizer()
         self.text = ""
-        """Generated text not yet sent, preceded by what a stop string may still begin in."""
+        """Generated text that is kept back."""
         self.hold_back = max(map(len, request.stop), default=1) - 1
         """Characters kept back, because they may turn out to belong to a stop string."""
         self.generated = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +119,22 @@ def test_a_stopped_group_leaves_nothing_and_exits_with_0(number: signal.Signals)
             rank_.process.send_signal(number)
         assert ranks[0].wait() == 0
         assert all_gone(pids)
+
+
+def test_files_of_a_killed_rank_are_removed_by_the_next_one() -> None:
+    def files(pid: int) -> list[Path]:
+        return list(Path(tempfile.gettempdir()).glob(f"wavegate-rank-{pid}-*"))
+
+    with rank(*FAST) as served:
+        pid = served.process.pid
+        assert len(files(pid)) == 1
+        kill(pid)
+        served.process.wait()
+        assert len(files(pid)) == 1
+    with rank(*FAST) as successor:
+        assert files(pid) == []
+        pid = successor.process.pid
+    assert files(pid) == []
 
 
 def test_stopping_while_starting_leaves_nothing() -> None:
