@@ -15,6 +15,8 @@ from ext_proc.vocabulary import Rank, RankReport
 
 MISSED_HEALTH_LIMIT = 3
 """A rank under full load may answer late, so one answer that does not come means nothing."""
+SILENCE_FACTOR = 1.4
+"""For the same reason no report for a while says less than reports without progress: it may last longer."""
 
 
 class Verdict(StrEnum):
@@ -46,6 +48,7 @@ class _Signs:
     missed_health: int = 0
     engine_steps: int | None = None
     progressed_at_s: float = 0.0
+    reported_at_s: float = 0.0
     busy_since_s: float | None = None
     """Since when its reports say, without a break, that it has requests."""
     hung: Trouble | None = None
@@ -56,7 +59,7 @@ class GroupWatch:
     """Watches the ranks of one group."""
 
     def __init__(self, ranks: Iterable[Rank], *, hang_after_s: float) -> None:
-        """`hang_after_s`: how long a rank with work may go without progress."""
+        """`hang_after_s`: how long a rank with work may report no progress."""
         self._hang_after_s = hang_after_s
         self._signs = {rank: _Signs() for rank in ranks}
 
@@ -85,6 +88,7 @@ class GroupWatch:
     def saw_report(self, rank: Rank, report: RankReport) -> None:
         """The rank has told its counters and gauges."""
         signs, now_s = self._signs[rank], report.taken_at_s
+        signs.reported_at_s = now_s
         if report.engine_steps is not None and report.engine_steps != signs.engine_steps:
             signs.engine_steps, signs.progressed_at_s = report.engine_steps, now_s
             signs.hung = None
@@ -135,13 +139,19 @@ class GroupWatch:
         return Trouble(Verdict.DEAD, rank, signs.dead_since_s, f"rank {rank.name}: {signs.death}")
 
     def _hang(self, rank: Rank, signs: _Signs, waiting_since_s: float | None, now_s: float) -> Trouble | None:
-        if signs.hung is None and signs.engine_steps is not None and signs.dead_since_s is None:
-            # A request that came before the last progress may have had its part of it.
-            idle_engine_asked = waiting_since_s is not None and waiting_since_s > signs.progressed_at_s
-            starts = [start for start in (signs.busy_since_s, waiting_since_s) if start is not None]
-            if signs.busy_since_s is not None or idle_engine_asked:
-                since_s = max(signs.progressed_at_s, min(starts))
-                if now_s - since_s >= self._hang_after_s:
-                    reason = f"rank {rank.name}: no progress for {now_s - since_s:.1f} s, with requests on it"
-                    signs.hung = Trouble(Verdict.HUNG, rank, since_s, reason)
+        if signs.hung is not None or signs.engine_steps is None or signs.dead_since_s is not None:
+            return signs.hung
+        # A request that came before the last progress may have had its part of it.
+        idle_engine_asked = waiting_since_s is not None and waiting_since_s > signs.progressed_at_s
+        if signs.busy_since_s is None and not idle_engine_asked:
+            return None
+        starts = [start for start in (signs.busy_since_s, waiting_since_s) if start is not None]
+        since_s = max(signs.progressed_at_s, min(starts))
+        reason = None
+        if signs.reported_at_s - since_s >= self._hang_after_s:
+            reason = f"no step of its engine for {signs.reported_at_s - since_s:.1f} s, with requests on it"
+        elif now_s - max(signs.reported_at_s, since_s) >= SILENCE_FACTOR * self._hang_after_s:
+            reason = f"no report for {now_s - signs.reported_at_s:.1f} s, with requests on it"
+        if reason is not None:
+            signs.hung = Trouble(Verdict.HUNG, rank, since_s, f"rank {rank.name}: {reason}")
         return signs.hung

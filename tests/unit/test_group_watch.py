@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ext_proc.vocabulary import Rank, RankReport
-from gateway.group_watch import MISSED_HEALTH_LIMIT, GroupWatch, Trouble, Verdict
+from gateway.group_watch import MISSED_HEALTH_LIMIT, SILENCE_FACTOR, GroupWatch, Trouble, Verdict
 
 RANKS = tuple(Rank("g", index, f"10.0.0.1:{8000 + index}") for index in range(2))
 HANG_AFTER_S = 2.0
@@ -30,6 +30,12 @@ class Scene:
         """What is wrong; `waiting_since_s` is of rank 0."""
         waiting = {} if waiting_since_s is None else {RANKS[0]: waiting_since_s}
         return self.watch.trouble(now_s, waiting)
+
+    def hang(self) -> None:
+        """Let rank 0 hang from 10 s on, which shows at 12 s."""
+        for now_s in (10.0, 12.0):
+            self.report(now_s, running=1)
+        assert self.is_hung(12.0)
 
     def is_hung(self, now_s: float, *, waiting_since_s: float | None = None) -> bool:
         """Whether the group is held to hang."""
@@ -103,12 +109,26 @@ def test_a_rank_that_runs_requests_without_steps_hangs(scene: Scene) -> None:
     trouble = scene.trouble(12.0)
     assert trouble is not None
     assert (trouble.verdict, trouble.rank, trouble.since_s) == (Verdict.HUNG, RANKS[0], 10.0)
-    assert trouble.reason == "rank g/0: no progress for 2.0 s, with requests on it"
+    assert trouble.reason == "rank g/0: no step of its engine for 2.0 s, with requests on it"
 
 
-def test_a_rank_that_does_not_even_report_while_it_has_requests_hangs(scene: Scene) -> None:
+def test_a_rank_that_does_not_even_report_may_only_be_late(scene: Scene) -> None:
     scene.report(10.0, running=3, steps=1)
-    assert scene.is_hung(12.0)
+    assert not scene.is_hung(12.0)
+    scene.report(12.5, running=3, steps=1)
+    assert not scene.is_hung(14.5)
+
+
+def test_a_rank_with_requests_that_reports_nothing_for_long_hangs(scene: Scene) -> None:
+    scene.report(10.0, running=3, steps=1)
+    trouble = scene.trouble(10.0 + SILENCE_FACTOR * HANG_AFTER_S)
+    assert trouble is not None
+    assert trouble.reason == "rank g/0: no report for 2.8 s, with requests on it"
+
+
+def test_a_request_on_a_rank_that_has_stopped_reporting_is_judged_from_its_arrival(scene: Scene) -> None:
+    assert not scene.is_hung(20.0, waiting_since_s=18.0)
+    assert scene.is_hung(21.0, waiting_since_s=18.0)
 
 
 def test_steps_however_few_are_progress(scene: Scene) -> None:
@@ -118,8 +138,10 @@ def test_steps_however_few_are_progress(scene: Scene) -> None:
 
 
 def test_an_idle_engine_that_does_nothing_about_a_request_hangs(scene: Scene) -> None:
-    scene.report(10.0)
-    assert not scene.is_hung(11.9, waiting_since_s=10.0)
+    for now_s in (10.0, 11.9):
+        scene.report(now_s)
+        assert not scene.is_hung(now_s, waiting_since_s=10.0)
+    scene.report(12.0)
     assert scene.is_hung(12.0, waiting_since_s=10.0)
 
 
@@ -130,8 +152,10 @@ def test_a_slow_reader_of_a_finished_answer_is_no_hang(scene: Scene) -> None:
 
 
 def test_work_after_a_long_rest_is_judged_from_its_beginning(scene: Scene) -> None:
-    scene.report(1000.0, running=1)
-    assert not scene.is_hung(1001.9)
+    for now_s in (1000.0, 1001.9):
+        scene.report(now_s, running=1)
+        assert not scene.is_hung(now_s)
+    scene.report(1002.0, running=1)
     assert scene.is_hung(1002.0)
 
 
@@ -142,13 +166,13 @@ def test_without_step_counts_nothing_is_held_to_hang() -> None:
 
 
 def test_a_hang_ends_with_progress(scene: Scene) -> None:
-    scene.report(10.0, running=1)
-    assert scene.is_hung(12.0)
+    scene.hang()
     scene.report(30.0, running=1, steps=1)
     assert not scene.is_hung(30.0)
 
 
 def test_a_hang_does_not_end_because_its_clients_have_given_up(scene: Scene) -> None:
+    scene.report(12.0)
     assert scene.is_hung(12.0, waiting_since_s=10.0)
     scene.report(13.0)
     assert scene.is_hung(13.0)
@@ -156,16 +180,14 @@ def test_a_hang_does_not_end_because_its_clients_have_given_up(scene: Scene) -> 
 
 
 def test_a_hang_ends_with_an_answer(scene: Scene) -> None:
-    scene.report(10.0, running=1)
-    assert scene.is_hung(12.0)
+    scene.hang()
     scene.watch.saw_life(RANKS[0], 12.5)
     assert not scene.is_hung(12.6)
     assert scene.watch.suspects() == []
 
 
 def test_a_death_counts_before_a_hang(scene: Scene) -> None:
-    scene.report(10.0, running=1)
-    assert scene.is_hung(12.0)
+    scene.hang()
     scene.watch.saw_health(RANKS[1], 503, 13.0)
     trouble = scene.trouble(13.0)
     assert trouble is not None
