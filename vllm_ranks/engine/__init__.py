@@ -9,7 +9,7 @@ One request's way, in the order in which to read:
     api_server → openai_serving HTTP to generation and back (openai_requests, _checks, _responses; text)
     front_end                   ids, queue limits, abort; output_processor turns tokens into deltas
     client, client_lb           requests to an engine, first requests to the coordinator
-    engine_process, engine_loop inputs → step → outputs → agreement
+    engine_process, engine_loop inputs → step → outputs → agreement (engine_build puts the parts together)
       core                      one rank without a clock: scheduler, kv_cache, time_model, waves
       executor, collective      the step's time, and the wait for the slowest rank
       step_outputs              tokens and statistics back to the front end

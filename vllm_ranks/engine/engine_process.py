@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import signal
 import socket
 import sys
-import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -22,24 +20,15 @@ import zmq
 
 from vllm_ranks.engine import collective, wire
 from vllm_ranks.engine.config import ParallelConfig, RankConfig
-from vllm_ranks.engine.core import EngineCore
-from vllm_ranks.engine.engine_controls import EngineControls, InjectedDeath
+from vllm_ranks.engine.engine_build import build_loop, ready_response
+from vllm_ranks.engine.engine_controls import InjectedDeath
 from vllm_ranks.engine.engine_loop import EngineLoop
-from vllm_ranks.engine.engine_requests import EngineSideRequests
-from vllm_ranks.engine.executor import Executor
 from vllm_ranks.engine.handshake import GroupParameters, HandshakeError, perform_handshakes
-from vllm_ranks.engine.kv_cache import KVCache
 from vllm_ranks.engine.kv_events import EventPublisher
-from vllm_ranks.engine.kv_listener import KvEventNotes
 from vllm_ranks.engine.logs import configure_logging
 from vllm_ranks.engine.outputs import OutputSockets
 from vllm_ranks.engine.processes import die_with_parent
-from vllm_ranks.engine.scheduler import Scheduler, SchedulerLimits
 from vllm_ranks.engine.sockets import Context, Socket, open_socket
-from vllm_ranks.engine.step_outputs import StepOutputs
-from vllm_ranks.engine.step_trace import StepTrace
-from vllm_ranks.engine.version import VERSION
-from vllm_ranks.engine.waves import WaveState
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +75,10 @@ async def run_engine_core(config: EngineProcessConfig) -> None:
             group = await _join_group(config, group_parameters)
             if group is not None:
                 stack.callback(group.close)
-            publisher = _publisher(context, rank_config, rank)
-            loop = _build_loop(rank_config, rank, OutputSockets(context, addresses, rank), group, publisher)
-            ready = wire.encode(_ready_response(rank_config, rank, addresses, publisher))
+            kv_events = rank_config.cache.kv_events
+            publisher = EventPublisher(context, kv_events, rank) if kv_events.enabled else None
+            loop = build_loop(rank_config, rank, OutputSockets(context, addresses, rank), group, publisher)
+            ready = wire.encode(ready_response(rank_config, rank, addresses, publisher))
             inputs = []
             for address in addresses.inputs:  # 4a, 4c
                 inputs.append(
@@ -172,63 +162,6 @@ def _port(parameters: GroupParameters) -> int:
     return port
 
 
-def _build_loop(
-    config: RankConfig,
-    rank: int,
-    sockets: OutputSockets,
-    group: collective.Collective | None,
-    publisher: EventPublisher | None,
-) -> EngineLoop:
-    parallel, limits, cache = config.parallel, config.scheduler, config.cache
-    requests = EngineSideRequests(cache.block_size, limits.max_model_len, cache.enable_prefix_caching)
-    notes = None if publisher is None else KvEventNotes(requests, cache.block_size)
-    scheduler = Scheduler(
-        SchedulerLimits(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=limits.max_model_len,
-            long_prefill_token_threshold=limits.long_prefill_token_threshold,
-            enable_chunked_prefill=limits.enable_chunked_prefill,
-            prefill_schedule_interval=limits.prefill_schedule_interval,
-        ),
-        KVCache(
-            cache.num_gpu_blocks - 1,  # vLLM keeps one block for itself
-            cache.block_size,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            listener=None if notes is None else notes.add,
-        ),
-        limits.policy,
-        block_hasher=requests.hash_generated_block,
-    )
-    core = EngineCore(
-        scheduler,
-        config.time_model,
-        random.Random(f"{config.seed}/{rank}"),
-        WaveState(rank, parallel.dp_sync_interval) if parallel.lock_step else None,
-    )
-    server, internal_balancing = config.server, parallel.publishes_queue_stats
-    return EngineLoop(
-        core=core,
-        requests=requests,
-        sockets=sockets,
-        step_outputs=StepOutputs(
-            core, requests, log_stats=server.log_stats, names_finished=internal_balancing
-        ),
-        executor=Executor(parallel.time_scale, group),
-        controls=EngineControls(core, group, enable_fault_injection=server.enable_fault_injection),
-        publisher=publisher,
-        kv_notes=notes,
-        internal_balancing=internal_balancing,
-        shutdown_timeout_s=server.shutdown_timeout_s,
-        step_trace=None if server.step_trace is None else StepTrace(server.step_trace, rank),
-    )
-
-
-def _publisher(context: Context, config: RankConfig, rank: int) -> EventPublisher | None:
-    events = config.cache.kv_events
-    return EventPublisher(context, events, rank) if events.enabled else None
-
-
 async def _subscribe(context: Context, addresses: wire.EngineAddresses, rank: int) -> Socket | None:
     if addresses.coordinator_input is None:
         return None
@@ -257,36 +190,6 @@ async def _wait_for_coordinator(socket: Socket, group: collective.Collective | N
     frame = receiving.result()
     if frame != wire.COORDINATOR_READY:
         raise RuntimeError(f"expected READY from the DP coordinator, got {frame!r}")
-
-
-def _ready_response(
-    config: RankConfig, rank: int, addresses: wire.EngineAddresses, publisher: EventPublisher | None
-) -> wire.ReadyResponse:
-    parallel, limits, cache = config.parallel, config.scheduler, config.cache
-    capacity_tokens = cache.num_gpu_blocks * cache.block_size
-    return wire.ReadyResponse(
-        max_model_len=limits.max_model_len,
-        num_gpu_blocks=cache.num_gpu_blocks,
-        block_size=cache.block_size,
-        dp_stats_address=addresses.frontend_stats_publish_address,
-        dtype="none",
-        vllm_version=VERSION,
-        world_size=1,
-        data_parallel_size=parallel.data_parallel_size,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        decode_context_parallel_size=1,
-        data_parallel_rank=rank,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        instance_id=uuid.uuid4().hex[:8],
-        supports_lora=config.max_loras > 0,
-        max_loras=config.max_loras,
-        kv_cache_size_tokens=capacity_tokens,
-        kv_cache_max_concurrency=capacity_tokens / limits.max_model_len,
-        kv_events_config=None if publisher is None else publisher.resolved,
-        effective_attention_block_size=cache.block_size,
-    )
 
 
 class _LoggedDeath(Exception):
