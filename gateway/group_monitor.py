@@ -83,6 +83,10 @@ class GroupMonitor:
         """A rank has told its counters and gauges."""
         self._groups[rank.group].watch.saw_report(rank, report)
 
+    def on_refusal(self, rank: Rank) -> None:
+        """Nobody listens on a rank's port."""
+        self._groups[rank.group].watch.saw_refusal(rank, time.monotonic())
+
     async def run(self) -> None:
         """Watch until cancelled."""
         async with (

@@ -45,8 +45,10 @@ class _LedgerFeed:
         self._telemetry.on_scrape(rank, succeeded=True)
         self._decider.advance()
 
-    def on_failed_scrape(self, rank: Rank, _cause: str) -> None:
+    def on_failed_scrape(self, rank: Rank, _cause: str, *, refused: bool) -> None:
         self._ledger.record_failed_scrape(rank)
+        if refused:
+            self._monitor.on_refusal(rank)
         self._telemetry.on_scrape(rank, succeeded=False)
 
 

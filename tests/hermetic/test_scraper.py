@@ -27,14 +27,16 @@ class Heard:
     def __init__(self) -> None:
         self.reports: list[RankReport] = []
         self.causes: list[str] = []
+        self.refusals: list[bool] = []
         self.something = asyncio.Event()
 
     def on_report(self, _rank: Rank, report: RankReport) -> None:
         self.reports.append(report)
         self.something.set()
 
-    def on_failed_scrape(self, _rank: Rank, cause: str) -> None:
+    def on_failed_scrape(self, _rank: Rank, cause: str, *, refused: bool) -> None:
         self.causes.append(cause)
+        self.refusals.append(refused)
         self.something.set()
 
 
@@ -119,11 +121,13 @@ async def test_a_rank_that_hangs_is_given_up_in_time() -> None:
 
     async with serving(metrics) as endpoint, scraping(endpoint, timeout_s=0.05) as heard:
         assert heard.causes[0] == "no answer within 0.05 s"
+        assert not heard.refusals[0]
 
 
 async def test_a_refused_connection_is_a_failed_scrape(unused_tcp_port: int) -> None:
     async with scraping(f"127.0.0.1:{unused_tcp_port}") as heard:
         assert "cannot connect" in heard.causes[0]
+        assert heard.refusals[0]
 
 
 async def test_a_rank_that_recovers_reports_again() -> None:

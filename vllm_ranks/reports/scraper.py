@@ -30,8 +30,8 @@ class ReportListener(Protocol):
         """A rank answered."""
         ...
 
-    def on_failed_scrape(self, rank: Rank, cause: str) -> None:
-        """A rank did not answer, or not with a report."""
+    def on_failed_scrape(self, rank: Rank, cause: str, *, refused: bool) -> None:
+        """A rank did not answer, or not with a report; `refused`: nobody listens on its port."""
         ...
 
 
@@ -91,6 +91,7 @@ class Scraper:
 
     async def _scrape_once(self, session: aiohttp.ClientSession, rank: Rank) -> str | None:
         """Hand one report to the listener, or why there is none. Returns what an operator should look at."""
+        refused = False
         try:
             async with session.get(f"http://{rank.endpoint}/metrics", allow_redirects=False) as response:
                 if response.status != 200:
@@ -103,6 +104,7 @@ class Scraper:
             cause = f"no answer within {self._timeout_s:g} s"
         except aiohttp.ClientConnectorError as error:
             cause = f"cannot connect: {error.os_error.strerror or error.os_error}"
+            refused = isinstance(error.os_error, ConnectionRefusedError)
         except (aiohttp.ClientError, OSError) as error:
             cause = f"connection broke: {type(error).__name__}"
         else:
@@ -123,7 +125,7 @@ class Scraper:
                 named = ", ".join(sorted(metrics.engines)) or "none"
                 return f"reports for engine {named}, not {rank.index}: are the addresses in order of rank?"
             return None
-        self._listener.on_failed_scrape(rank, cause)
+        self._listener.on_failed_scrape(rank, cause, refused=refused)
         return cause
 
 
