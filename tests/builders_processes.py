@@ -32,6 +32,11 @@ SERVER = textwrap.dedent(
             self.send_response(503 if "unready" in options else 200)
             self.end_headers()
 
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(500 if "cold" in options else 200)
+            self.end_headers()
+
         def log_message(self, *_):
             pass
 
@@ -43,6 +48,8 @@ SERVER = textwrap.dedent(
     if "dies_at_start" in options:
         print(f"{name} cannot go on", file=sys.stderr, flush=True)
         os._exit(3)
+    if "says" in options:
+        print(options["says"].replace("_", " "), flush=True)
     if "dies_after_s" in options:
         threading.Timer(float(options["dies_after_s"]), os._exit, (4,)).start()
     http.server.ThreadingHTTPServer(("127.0.0.1", port), Answer).serve_forever()
@@ -78,7 +85,7 @@ def free_port() -> int:
 
 
 def process(name: str, journal: Journal, **options: object) -> ProcessPlan:
-    """A process called `name`; options: unready, stubborn, offspring, dies_at_start, dies_after_s."""
+    """A process called `name`; its options are those that SERVER looks for."""
     port = free_port()
     arguments = [name, str(port), str(journal.path), *(f"{key}={value}" for key, value in options.items())]
     return ProcessPlan(name, (sys.executable, "-c", SERVER, *arguments), f"http://127.0.0.1:{port}/")
