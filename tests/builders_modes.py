@@ -10,6 +10,7 @@ from ext_proc.service import STREAM_END_METADATA
 from gateway.envoy_types import typed
 
 SKIP, SEND = "SKIP", "SEND"
+FULL_DUPLEX = "FULL_DUPLEX_STREAMED"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class Mode:
     @property
     def sees_headers(self) -> bool:
         return self.request_header == SEND
+
+    @property
+    def is_full_duplex(self) -> bool:
+        return self.request_body == FULL_DUPLEX
 
     def apply(self, rendered: Any) -> None:
         """Put Envoy's rendered configuration into this mode."""
@@ -88,8 +93,6 @@ class Mode:
                 "path": [{"key": "x-gateway-destination-endpoint-served"}],
             }
 
-
-FULL_DUPLEX = "FULL_DUPLEX_STREAMED"
 
 MODES = {
     "one message": Mode(SKIP, "BUFFERED", buffer_filter=True),

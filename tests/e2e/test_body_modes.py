@@ -129,6 +129,11 @@ class Setup:
         async with self.client() as http:
             return await http.post(CHAT, content=content, headers=headers)
 
+    async def stop_service(self) -> None:
+        """Let the ext_proc service die."""
+        assert self.chooser.server is not None
+        await self.chooser.server.stop()
+
     async def until_reservations_are(self, expected: list[int], *, within_s: float) -> None:
         """Fail unless the ranks have these reservations in time."""
         async with asyncio.timeout(within_s):
@@ -334,6 +339,39 @@ async def test_without_the_service_envoy_balances_by_itself(start_mode: StartMod
         for size in (10, 300_000):
             answer = await setup.post(b'{"model":"m","messages":["' + b"x" * size + b'"]}')
             assert (answer.status_code, answer.headers["x-wavegate-rank"]) == (200, "g0/0")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [m for m in MODES.values() if not m.is_full_duplex],
+    ids=[n for n, m in MODES.items() if not m.is_full_duplex],
+)
+async def test_a_service_that_dies_takes_no_request_with_it(start_mode: StartMode, mode: Mode) -> None:
+    async with start_mode(mode, stream_slowly) as setup, setup.client() as http:
+        async with http.stream("POST", CHAT, content=b'{"model":"m","messages":[]}') as answer:
+            lines = []
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                if len(lines) == 3:
+                    await setup.stop_service()
+        assert lines[-2:] == ["data: [DONE]", ""]
+        assert (await http.get("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [m for m in MODES.values() if m.is_full_duplex],
+    ids=[n for n, m in MODES.items() if m.is_full_duplex],
+)
+async def test_full_duplex_streams_die_with_their_service(start_mode: StartMode, mode: Mode) -> None:
+    """Whatever `failure_mode_allow` says: what Envoy has sent away it cannot go on without."""
+    async with start_mode(mode, stream_slowly) as setup, setup.client() as http:
+        async with http.stream("POST", CHAT, content=b'{"model":"m","messages":[]}') as answer:
+            await setup.stop_service()
+            with pytest.raises(httpx2.RemoteProtocolError):
+                await answer.aread()
+        # The next request finds the service gone before anything was sent: it is balanced by Envoy.
+        assert (await http.get("/v1/models")).status_code == 200
 
 
 async def test_a_partial_body_tells_the_facts_of_a_long_prompt(start_mode: StartMode) -> None:
