@@ -17,6 +17,7 @@ from gateway.progress import Progress, Step
 from gateway.restarts import RestartLimits, Restarts
 from gateway.unit import Unit, UnitFailed
 from gateway.warm_up import complaint
+from vllm_ranks.launcher.coordinator_watch import CoordinatorWatch
 from vllm_ranks.launcher.rank_log import Phase, RankLog, describe_together
 
 CHECK_S = 0.25
@@ -184,7 +185,11 @@ class GroupKeeper:
             seen.cancel()
 
     async def _watch_serving(self) -> Loss:
+        above = self._group.coordinator_below
+        coordinator = CoordinatorWatch(self.unit.sessions[above]) if above is not None else None
         while True:
+            if coordinator is not None and coordinator.has_ended():
+                return Loss(f"{above}: the coordinator of its group has ended", lets_finish=True)
             for name, log in self.unit.rank_logs.items():
                 if log.phase is Phase.STOPPING:
                     return Loss(f"{name} shuts down, and nobody here has asked it to", lets_finish=True)

@@ -48,6 +48,8 @@ class GroupPlan:
     model: str
     ranks: tuple[Rank, ...]
     """Those that run here, in the order of the unit's processes."""
+    coordinator_below: str | None = None
+    """The process that has vLLM's coordinator among those it starts, if it is one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,12 @@ def _vllm_group(group: VllmGroup, node: int) -> UnitPlan:
         serves=_serves(ranks),
         ready_timeout_s=group.ready_timeout_s,
         stop_timeout_s=VLLM_STOP_S,
-        group=GroupPlan(group.name, group.model, ranks),
+        group=GroupPlan(
+            group.name,
+            group.model,
+            ranks,
+            coordinator_below=f"rank {ranks[0].name}" if node == 0 and group.data_parallel_size > 1 else None,
+        ),
     )
 
 

@@ -107,6 +107,11 @@ class ChildProcess:
         await self._process.wait()
         return asyncio.get_running_loop().time()
 
+    @property
+    def session(self) -> int:
+        """The session of the process and of what it starts."""
+        return self._process.pid
+
     def signal(self, number: int) -> None:
         """Signal the process, unless it has ended."""
         if self._process.returncode is None:
@@ -223,6 +228,11 @@ class Unit:
     def rank_logs(self) -> dict[str, RankLog]:
         """What the logs of its vLLM servers tell, by name of the process."""
         return {child.plan.name: child.rank_log for child in self._children if child.rank_log is not None}
+
+    @property
+    def sessions(self) -> dict[str, int]:
+        """The sessions of its processes, by their names."""
+        return {child.plan.name: child.session for child in self._children}
 
     async def settle(self, limit_s: float) -> None:
         """Give the others time to show what the loss of one does to them."""
