@@ -144,7 +144,7 @@ class _Run:
         record_steps: bool,
     ) -> None:
         self.served = [Served(request) for request in trace]
-        self.engine = VirtualEngine(_group_specs(deployment), seed=seed, trace=record_steps)
+        self.engine = VirtualEngine(list(_group_specs(deployment)), seed=seed, trace=record_steps)
         self._deployment = deployment
         self._observation = observation
         self._rng = random.Random(seed)

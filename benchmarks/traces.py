@@ -132,4 +132,5 @@ def generate(shape: Shape, duration_s: float, seed: int = 0) -> list[TraceReques
 
 def _draw(rng: random.Random, bounds: tuple[int, int]) -> int:
     low, high = bounds
-    return round(low * (high / low) ** rng.random())
+    tokens: float = low * (high / low) ** rng.random()
+    return round(tokens)

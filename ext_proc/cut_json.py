@@ -12,9 +12,9 @@ from collections import deque
 MAX_DEPTH = 64
 """Nesting beyond which a text is left as it is; OpenAI requests need about ten."""
 
-_UP_TO_BRACKET = re.compile(rb'(?:[^"{}\[\]]++|"(?:[^"\\]{1,64}+|\\.){0,32}+")*+', re.DOTALL)
+_UP_TO_BRACKET = re.compile(rb'(?>(?:[^"{}\[\]]++|"(?>(?:[^"\\]{1,64}+|\\.){0,32})")*)', re.DOTALL)
 """What is skipped at once: everything but brackets and longer strings, for which there is a faster way."""
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_STRING = re.compile(rb'"(?>(?:[^"\\]++|\\.)*)"', re.DOTALL)
 _CLOSER = {ord("{"): ord("}"), ord("["): ord("]")}
 _QUOTE = ord('"')
 

@@ -23,7 +23,7 @@ BLOCK_TOKENS = 64
 PREFIX_BYTES = 128 * 1024
 """How much of a body that was cut off is read."""
 
-_CUT_IN_MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*+\\?\Z', re.DOTALL)
+_CUT_IN_MODEL = re.compile(rb'"model"\s*:\s*"(?>(?:[^"\\]|\\.)*)\\?\Z', re.DOTALL)
 
 _KIND_BY_PATH_SUFFIX = {
     "/chat/completions": CallKind.CHAT,

@@ -7,6 +7,7 @@ request one token. Pure.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import exp
 
 from ext_proc.accounts import RankAccount
 from ext_proc.settings import Targets
@@ -33,6 +34,7 @@ class GroupAccount:
     __slots__ = (
         "_load_at_s",
         "_now_s",
+        "_recent_step_s",
         "_saturated_since_s",
         "accounts",
         "block_tokens",
@@ -51,6 +53,8 @@ class GroupAccount:
 
     LOAD_REFRESH_S = 0.05
     """How long the loads that step times depend on are used before they are looked at again."""
+    RECENT_S = 5.0
+    """Time constant of the recent step time: about as long as a request decodes."""
 
     def __init__(self, facts: GroupFacts, targets: Targets) -> None:
         self.name = facts.name
@@ -71,6 +75,7 @@ class GroupAccount:
         self.phase_ended_s = float("-inf")
         self.phase_length_s = 0.0
         """Length of the phase that ended last."""
+        self._recent_step_s = facts.times.decode_step_s(0, 0)
         self._saturated_since_s: float | None = None
         self._now_s = 0.0
         self._load_at_s = float("-inf")
@@ -79,6 +84,11 @@ class GroupAccount:
     def is_prefilling(self) -> bool:
         """Whether a phase is under way."""
         return self.phase_started_s is not None
+
+    @property
+    def recent_step_s(self) -> float:
+        """The mean step of the last seconds, those with prefill included: what a new request would get."""
+        return self._recent_step_s if self.decoding_sequences else self.decode_step_s
 
     @property
     def decode_step_s(self) -> float:
@@ -110,6 +120,8 @@ class GroupAccount:
         self._now_s = now_s
         step_s = self.prefill_step_s if self.is_prefilling else self.decode_step_s
         self.steps += elapsed_s / step_s
+        weight = 1.0 - exp(-elapsed_s / self.RECENT_S)
+        self._recent_step_s += weight * (step_s - self._recent_step_s)
         if now_s - self._load_at_s >= self.LOAD_REFRESH_S:
             self._refresh_load(now_s)
         if self.decoding_sequences:

@@ -16,7 +16,9 @@ from ext_proc.settings import LedgerSettings, Targets
 from ext_proc.vocabulary import Rank, RankCounters, RankReport, RankState, RequestFacts
 
 LATE_FACTOR = 1.5
-"""A prefill is assumed done when it is late by this factor and the rank's reports are stale."""
+"""A prefill is assumed done when it has taken this many times what it should …"""
+LATE_GRACE_S = 0.5
+"""… and this much longer, in which reports of it could have come."""
 
 
 class Outcome(StrEnum):
@@ -226,14 +228,19 @@ class Ledger:
             group.pass_time(now_s)
 
     def assume_progress(self, now_s: float) -> None:
-        """Where reports have become stale, let the model of step times end prefills that are long overdue."""
+        """Let the model of step times end prefills that are long overdue.
+
+        Either no report comes, or the counter was misread: a first token from before the first report, or one
+        of somebody else's. Without this, a queue would stay one too long until its last request ends.
+        """
         for account in self.accounts:
             head = account.prefills.head(now_s)
-            if head is None or self.state(account, now_s) is RankState.FRESH:
+            if head is None:
                 continue
-            tokens, elapsed_s = head
-            expected_s = tokens / account.group.prefill_tokens_per_s
-            if elapsed_s > LATE_FACTOR * expected_s + self._settings.stale_after_s:
+            prefill, elapsed_s = head
+            # The whole prompt: it may not have been in the rank's cache after all.
+            expected_s = prefill.owner.facts.prompt_tokens / account.group.prefill_tokens_per_s
+            if elapsed_s > LATE_FACTOR * expected_s + LATE_GRACE_S:
                 self._first_token(account.prefills.assume_head_done(now_s).owner)
                 account.group.note_phase(now_s)
 

@@ -9,8 +9,8 @@ import re
 
 import msgspec
 
-_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[{}\[\]]', re.DOTALL)
-_STRING_VALUE = re.compile(rb'\s*:\s*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
+_TOKEN = re.compile(rb'"(?>(?:[^"\\]++|\\.)*)"|[{}\[\]]', re.DOTALL)
+_STRING_VALUE = re.compile(rb'\s*:\s*("(?>(?:[^"\\]++|\\.)*)")', re.DOTALL)
 _KEY = "model"
 
 

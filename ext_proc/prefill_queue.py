@@ -62,11 +62,11 @@ class PrefillQueue(Generic[Owner]):
         done = min(LARGEST_ASSUMED_PROGRESS * head_tokens, (now_s - self._head_started_s) * tokens_per_s)
         return self.tokens - done
 
-    def head(self, now_s: float) -> tuple[int, float] | None:
-        """Tokens of the prompt being computed, and for how many seconds it has been."""
+    def head(self, now_s: float) -> tuple[Prefill[Owner], float] | None:
+        """The prompt being computed, and for how many seconds it has been."""
         if not self._entries:
             return None
-        return self._entries[0].tokens, now_s - self._head_started_s
+        return self._entries[0], now_s - self._head_started_s
 
     def first_tokens_reported(self, count: int, now_s: float) -> list[Prefill[Owner]]:
         """The rank has produced `count` first tokens since the report before. Those they belong to.

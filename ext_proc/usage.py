@@ -18,7 +18,7 @@ MAX_USAGE_BYTES = 4096
 _KEY = b'"usage"'
 _OBJECT = re.compile(rb'"usage"\s{0,8}:\s{0,8}(?=\{)')
 _MAX_BEFORE_OBJECT_BYTES = len(_KEY) + 18
-_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[{}]', re.DOTALL)
+_TOKEN = re.compile(rb'"(?>(?:[^"\\]++|\\.)*)"|[{}]', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)

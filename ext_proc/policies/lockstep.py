@@ -1,13 +1,14 @@
 """The default policy: the seconds it costs, this request and everybody else, to place it on a rank.
 
-It picks the rank where the request has its first token soonest, but counts prefill twice more than it takes
-the request itself, because in a lock-step group the others wait for it too. So a rank that has the prompt in
-its cache wins unless its queue is longer by three times what the cache saves.
+It picks the rank where the request has its first token soonest, but counts prefill twice, because in a
+lock-step group the others wait for it too. So a rank that has the prompt in its cache wins unless its queue
+is longer by twice what the cache saves.
 
     cost = wait      prompt tokens ahead on the rank / its prefill rate
          + prefill   the request's own uncached tokens / the same rate
-         + others    2 × prefill
-         + decode    expected output tokens × the group's step time
+         + others    the same again
+         + decode    expected output tokens × (the group's recent step time
+                     + what one more sequence adds to the steps of those on a rank, for each of them)
          + kv        resident KV tokens × KV_WEIGHT / the same rate
          + full      a barrier as the KV cache fills up
 
@@ -20,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from ext_proc.groups import GroupAccount
 from ext_proc.policy import PickView
 
-OTHERS_WEIGHT = 2.0
+OTHERS_WEIGHT = 1.0
 """How much the others' waiting for a prefill counts beside the request's own."""
 KV_WEIGHT = 0.02
 """Prompt tokens that a resident KV token is worth: it lengthens each step of its rank a little."""
@@ -59,7 +61,7 @@ class Lockstep:
             if account.group is not group:
                 group = account.group
                 tokens_per_s = group.prefill_tokens_per_s
-                decode_s = view.expected_output_tokens * group.decode_step_s
+                decode_s = view.expected_output_tokens * _token_s(group)
                 steps = group.steps
             resident = account.resident_kv_tokens(steps)
             ahead = account.prefills.remaining_tokens(now_s, tokens_per_s)
@@ -75,6 +77,12 @@ class Lockstep:
                 )
             )
         return rows
+
+
+def _token_s(group: GroupAccount) -> float:
+    """What an output token costs, this request and those it decodes with."""
+    per_rank = sum(account.reservations for account in group.accounts) / len(group.accounts)
+    return group.recent_step_s + per_rank * group.times.costs.per_decode_sequence_s
 
 
 def _full_s(kv_cache_usage: float) -> float:

@@ -1,0 +1,69 @@
+"""Results as tables: for a terminal and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from benchmarks.matrix import Cell
+
+COLUMNS = (
+    "policy",
+    "budget",
+    "goodput",
+    "TTFT met",
+    "TPOT met",
+    "TTFT p50/p90/p99 s",
+    "TPOT p50/p90/p99 ms",
+    "E2E p50/p90/p99 s",
+    "cache hits",
+    "lost to slowest",
+    "held p50/max s",
+)
+
+
+def rows(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
+    """A row per cell, the best goodput first."""
+    ordered = sorted(cells, key=lambda cell: -cell.score.goodput)
+    return [_row(cell) for cell in ordered]
+
+
+def rich_table(title: str, cells: Sequence[Cell]) -> Table:
+    """For a terminal."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for number, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
+    for row in rows(cells):
+        table.add_row(*row, style="bold" if row[0] == "lockstep" else "")
+    return table
+
+
+def markdown(cells: Sequence[Cell]) -> str:
+    """For a document."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows(cells)]
+    return "\n".join(lines)
+
+
+def title(cell: Cell) -> str:
+    """What a table of such cells shows."""
+    return f"targets: TTFT {cell.ttft_target_ms / 1000:g} s, TPOT {cell.tpot_target_ms:g} ms"
+
+
+def _row(cell: Cell) -> tuple[str, ...]:
+    score = cell.score
+    ttft, tpot, e2e = score.ttft_s, score.tpot_s, score.e2e_s
+    return (
+        cell.policy,
+        str(cell.budget_tokens),
+        f"{score.goodput:.3f}",
+        f"{score.ttft_met:.3f}",
+        f"{score.tpot_met:.3f}",
+        f"{ttft.p50:.2f} / {ttft.p90:.2f} / {ttft.p99:.1f}",
+        f"{tpot.p50 * 1e3:.0f} / {tpot.p90 * 1e3:.0f} / {tpot.p99 * 1e3:.0f}",
+        f"{e2e.p50:.1f} / {e2e.p90:.1f} / {e2e.p99:.1f}",
+        f"{score.cache_hit_share:.3f}",
+        f"{score.lost_share:.2f}",
+        f"{score.held_s.p50:.2f} / {score.longest_hold_s:.1f}",
+    )
