@@ -170,7 +170,7 @@ class SupervisionSection(Section):
     first_backoff_s: Seconds = 1.0
     """Pause before a failed group is started again; it doubles with each failure in a row."""
     max_backoff_s: Seconds = 60.0
-    stable_after_s: Seconds = 300.0
+    stable_after_s: Seconds = 60.0
     """A group that has served this long before it fails is no crash loop."""
     max_failures_in_a_row: Annotated[int, Field(ge=1, le=1000)] = 5
     """After so many a group is given up, with a message."""

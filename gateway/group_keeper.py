@@ -101,7 +101,7 @@ class GroupKeeper:
             if loss.lets_finish:
                 await self._let_finish()
             await self.unit.settle(SETTLE_S)
-            failure = self.unit.account() if loss.process_ended else loss.reason
+            failure = self.unit.account() if loss.process_ended else None
             await self.unit.stop(STUCK_STOP_S if loss.is_stuck else None)
             await self._start_again(failure, lost_at_s - serving_since_s)
             heard = await self._gateway.bring_back(self._group.name)
@@ -109,16 +109,18 @@ class GroupKeeper:
             back = "back in rotation" if heard else "ready (the gateway does not answer)"
             self._progress.note(f"{self.unit.plan.name} is {back} {took_s:.1f} s after it was lost")
 
-    async def _start_again(self, failure: str, served_s: float) -> None:
+    async def _start_again(self, failure: str | None, served_s: float) -> None:
+        """Start the group; `failure` is what is still to be told of the one before."""
         name = self.unit.plan.name
         while True:
             wait_s = self._restarts.failed(served_s)
             if wait_s is None:
                 raise GroupGivenUp(
-                    f"{name} failed {self._restarts.failures_in_a_row} times in a row and is given up; "
-                    f"at last: {failure}"
+                    f"{name} failed {self._restarts.failures_in_a_row} times in a row and is given up"
+                    + ("" if failure is None else f"; at last: {failure}")
                 )
-            self._progress.problem(f"{failure}\nrestarting {name} in {wait_s:g} s")
+            told = "" if failure is None else f"{failure}\n"
+            self._progress.problem(f"{told}restarting {name} in {wait_s:g} s")
             await asyncio.sleep(wait_s)
             try:
                 await self.start()

@@ -25,7 +25,7 @@ class Verdict(StrEnum):
     DEAD = "dead"
     """A rank's engine or its server has ended, or it has not started yet."""
     HUNG = "hung"
-    """A rank has work and makes no progress."""
+    """A rank has work and makes no progress, or does not answer; that may pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class _Signs:
     dead_since_s: float | None = None
     death: str = ""
     missed_health: int = 0
+    missed_since_s: float = 0.0
     engine_steps: int | None = None
     progressed_at_s: float = 0.0
     reported_at_s: float = 0.0
@@ -81,9 +82,9 @@ class GroupWatch:
     def missed_health(self, rank: Rank, now_s: float) -> None:
         """`/health` was not answered in time."""
         signs = self._signs[rank]
+        if signs.missed_health == 0:
+            signs.missed_since_s = now_s
         signs.missed_health += 1
-        if signs.missed_health >= MISSED_HEALTH_LIMIT:
-            self._died(signs, f"/health was not answered {MISSED_HEALTH_LIMIT} times in a row", now_s)
 
     def saw_report(self, rank: Rank, report: RankReport) -> None:
         """The rank has told its counters and gauges."""
@@ -107,6 +108,7 @@ class GroupWatch:
         signs.death = death
         if signs.dead_since_s is None:
             signs.dead_since_s = now_s
+        signs.missed_health = 0
         signs.hung = None
 
     # --- What it means -------------------------------------------------------------------------------
@@ -139,7 +141,12 @@ class GroupWatch:
         return Trouble(Verdict.DEAD, rank, signs.dead_since_s, f"rank {rank.name}: {signs.death}")
 
     def _hang(self, rank: Rank, signs: _Signs, waiting_since_s: float | None, now_s: float) -> Trouble | None:
-        if signs.hung is not None or signs.engine_steps is None or signs.dead_since_s is not None:
+        if signs.dead_since_s is not None:
+            return None
+        if signs.hung is None and signs.missed_health >= MISSED_HEALTH_LIMIT:
+            missed = f"rank {rank.name}: /health was not answered {signs.missed_health} times in a row"
+            return Trouble(Verdict.HUNG, rank, signs.missed_since_s, missed)
+        if signs.hung is not None or signs.engine_steps is None:
             return signs.hung
         # A request that came before the last progress may have had its part of it.
         idle_engine_asked = waiting_since_s is not None and waiting_since_s > signs.progressed_at_s

@@ -84,7 +84,10 @@ def test_a_single_missed_answer_is_not(scene: Scene) -> None:
 def test_missed_answers_in_a_row_are(scene: Scene) -> None:
     for second in range(MISSED_HEALTH_LIMIT):
         scene.watch.missed_health(RANKS[0], float(second))
-    assert scene.trouble(5.0) is not None
+    reason = f"rank g/0: /health was not answered {MISSED_HEALTH_LIMIT} times in a row"
+    assert scene.trouble(5.0) == Trouble(Verdict.HUNG, RANKS[0], 0.0, reason)
+    scene.watch.saw_health(RANKS[0], 200, 6.0)
+    assert scene.trouble(6.0) is None
 
 
 def test_a_dead_rank_that_answers_again_is_alive(scene: Scene) -> None:

@@ -23,12 +23,14 @@ AFTER_FAILED_ANSWER_S = 1.0
 AFTER_HANG_S = 3.0
 """No request goes to a hanging group later than this. Tests allow for a machine that is busy otherwise."""
 SLACK = 2.0
+PATIENT = {"max_failures_in_a_row": 100}
+"""Failures follow each other closely here."""
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPool]:
     """Ranks as the launcher starts them."""
-    with vllm_pool(tmp_path_factory.mktemp("pool")) as pool:
+    with vllm_pool(tmp_path_factory.mktemp("pool"), supervision=PATIENT) as pool:
         yield pool
 
 
@@ -38,9 +40,15 @@ def draining_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPool
     with vllm_pool(
         tmp_path_factory.mktemp("draining"),
         args=("--shutdown-timeout=20",),
-        supervision={"restart_hung_after_s": 6},
+        supervision={**PATIENT, "restart_hung_after_s": 6},
     ) as pool:
         yield pool
+
+
+def send(number: signal.Signals, pids: list[int]) -> None:
+    """Signal processes that are known to run."""
+    for pid in pids:
+        os.kill(pid, number)
 
 
 async def until_back(seen: Observation) -> None:
@@ -64,12 +72,12 @@ async def test_a_killed_rank(pool: VllmPool) -> None:
     """SIGKILL to the API server of rank 1: its engine would go on without it."""
     async with observed(pool) as seen:
         await until(lambda: len(seen.sent) >= 8, 60, "requests are answered")
-        victims = pool.tree(1)
-        seen.cause(lambda: os.kill(pool.server(1), signal.SIGKILL))
+        server, *below = pool.tree(1)
+        seen.cause(lambda: os.kill(server, signal.SIGKILL))
         await until_back(seen)
     print(seen.report("SIGKILL of rank 1"))
     expect_out_soon_after_first_failed_answer(seen)
-    assert running(victims) == []
+    assert running([server, *below]) == []
 
 
 async def test_a_killed_coordinator(pool: VllmPool) -> None:
@@ -88,11 +96,10 @@ async def test_a_hang_that_passes(pool: VllmPool) -> None:
     async with observed(pool) as seen:
         await until(lambda: len(seen.sent) >= 8, 60, "requests are answered")
         stopped = pool.tree(1)
-        seen.cause(lambda: [os.kill(pid, signal.SIGSTOP) for pid in stopped] and None)
+        seen.cause(lambda: send(signal.SIGSTOP, stopped))
         await until(lambda: seen.out_s is not None, 30, "the group is out of rotation")
         await until(lambda: seen.rotation[-1][0] - seen.cause_s >= 20, 30, "20 s have passed")
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
+        send(signal.SIGCONT, stopped)
         await until_back(seen)
     print(seen.report("SIGSTOP of rank 1 for 20 s"))
     expect_nothing_sent_in_vain(seen, AFTER_HANG_S * SLACK)
@@ -102,7 +109,8 @@ async def test_a_rank_that_is_asked_to_stop(pool: VllmPool) -> None:
     """SIGTERM to rank 1 by somebody else, without --shutdown-timeout."""
     async with observed(pool) as seen:
         await until(lambda: len(seen.sent) >= 8, 60, "requests are answered")
-        seen.cause(lambda: os.kill(pool.server(1), signal.SIGTERM))
+        server = pool.server(1)
+        seen.cause(lambda: os.kill(server, signal.SIGTERM))
         await until_back(seen)
     print(seen.report("SIGTERM of rank 1, --shutdown-timeout 0"))
     expect_out_soon_after_first_failed_answer(seen)
@@ -112,7 +120,8 @@ async def test_a_rank_that_is_asked_to_stop_and_drains(draining_pool: VllmPool) 
     """SIGTERM to rank 1 by somebody else, with --shutdown-timeout: it answers 200 and aborts."""
     async with observed(draining_pool) as seen:
         await until(lambda: len(seen.sent) >= 8, 60, "requests are answered")
-        seen.cause(lambda: os.kill(draining_pool.server(1), signal.SIGTERM))
+        server = draining_pool.server(1)
+        seen.cause(lambda: os.kill(server, signal.SIGTERM))
         await until_back(seen)
     print(seen.report("SIGTERM of rank 1, --shutdown-timeout 20"))
     expect_nothing_sent_in_vain(seen, (seen.first_failed_s or 0.0) + AFTER_FAILED_ANSWER_S * SLACK)
@@ -123,7 +132,7 @@ async def test_a_hang_that_does_not_pass(draining_pool: VllmPool) -> None:
     async with observed(draining_pool) as seen:
         await until(lambda: len(seen.sent) >= 8, 60, "requests are answered")
         stopped = draining_pool.tree(1)
-        seen.cause(lambda: [os.kill(pid, signal.SIGSTOP) for pid in stopped] and None)
+        seen.cause(lambda: send(signal.SIGSTOP, stopped))
         await until_back(seen)
     print(seen.report("SIGSTOP of rank 1 for good, restart_hung_after_s 6"))
     expect_nothing_sent_in_vain(seen, AFTER_HANG_S * SLACK)
