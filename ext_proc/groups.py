@@ -15,6 +15,9 @@ from ext_proc.step_times import StepTimes
 from ext_proc.token_lead import TokenLead
 from ext_proc.vocabulary import RankCounters
 
+QUIET_SHARE = 0.1
+"""Prefill that lengthens a step by up to this share does not keep the step from being learned from."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
@@ -32,14 +35,16 @@ class GroupAccount:
     """One group: one failure domain, one clock."""
 
     __slots__ = (
+        "_disturbed_s",
         "_load_at_s",
         "_now_s",
-        "_recent_step_s",
+        "_prefill_share",
         "_saturated_since_s",
         "accounts",
         "block_tokens",
         "decoding_sequences",
         "lead",
+        "learned_s",
         "lock_step",
         "longest_kv_tokens",
         "name",
@@ -54,7 +59,7 @@ class GroupAccount:
     LOAD_REFRESH_S = 0.05
     """How long the loads that step times depend on are used before they are looked at again."""
     RECENT_S = 5.0
-    """Time constant of the recent step time: about as long as a request decodes."""
+    """How far back the share of time spent on prefill reaches: about as long as a request decodes."""
 
     def __init__(self, facts: GroupFacts, targets: Targets) -> None:
         self.name = facts.name
@@ -75,7 +80,10 @@ class GroupAccount:
         self.phase_ended_s = float("-inf")
         self.phase_length_s = 0.0
         """Length of the phase that ended last."""
-        self._recent_step_s = facts.times.decode_step_s(0, 0)
+        self.learned_s = float("-inf")
+        """When a step of this group was last learned from."""
+        self._disturbed_s = float("-inf")
+        self._prefill_share = 0.0
         self._saturated_since_s: float | None = None
         self._now_s = 0.0
         self._load_at_s = float("-inf")
@@ -87,8 +95,9 @@ class GroupAccount:
 
     @property
     def recent_step_s(self) -> float:
-        """The mean step of the last seconds, those with prefill included: what a new request would get."""
-        return self._recent_step_s if self.decoding_sequences else self.decode_step_s
+        """The mean step, if the group goes on to prefill as much of the time as it lately did."""
+        share = self._prefill_share
+        return 1.0 / (share / self.prefill_step_s + (1.0 - share) / self.decode_step_s)
 
     @property
     def decode_step_s(self) -> float:
@@ -121,7 +130,7 @@ class GroupAccount:
         step_s = self.prefill_step_s if self.is_prefilling else self.decode_step_s
         self.steps += elapsed_s / step_s
         weight = 1.0 - exp(-elapsed_s / self.RECENT_S)
-        self._recent_step_s += weight * (step_s - self._recent_step_s)
+        self._prefill_share += weight * (self.is_prefilling - self._prefill_share)
         if now_s - self._load_at_s >= self.LOAD_REFRESH_S:
             self._refresh_load(now_s)
         if self.decoding_sequences:
@@ -131,6 +140,8 @@ class GroupAccount:
 
     def note_phase(self, now_s: float) -> None:
         """The prefills ahead of some rank have changed: a phase may have begun or ended."""
+        if self._is_disturbed():
+            self._disturbed_s = now_s
         prefilling = any(account.prefills for account in self.accounts)
         if prefilling and self.phase_started_s is None:
             self.phase_started_s = now_s
@@ -153,14 +164,22 @@ class GroupAccount:
         if step_s <= 0:
             return
         load = (self.decoding_sequences, self.longest_kv_tokens)
-        if not self.is_prefilling and self.phase_ended_s < since_s:
+        if self._is_disturbed():
+            self._disturbed_s = now_s
+        if self._disturbed_s < since_s:
             self.times.observe_decode_step(step_s, *load)
+            self.learned_s = now_s
         elif self._saturated_since_s is not None and self._saturated_since_s < since_s:
             self.times.observe_prefill_step(step_s, *load)
 
     def learn_prefill(self, tokens: int, duration_s: float) -> None:
         """Learn from a prefill that a rank began when it had nothing else ahead, or right after another."""
         self.times.observe_prefill(tokens, duration_s, self.decoding_sequences, self.longest_kv_tokens)
+
+    def _is_disturbed(self) -> bool:
+        """Whether prefill is under way that makes steps noticeably longer than those that only decode."""
+        tokens = max(account.prefills.tokens for account in self.accounts)
+        return tokens * self.times.per_prefill_token_s > QUIET_SHARE * self.decode_step_s
 
     def _refresh_load(self, now_s: float) -> None:
         self._load_at_s = now_s

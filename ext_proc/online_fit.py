@@ -15,12 +15,16 @@ PRIOR_OBSERVATIONS = 2.0
 """How many observations of the first input alone the prior is worth."""
 OUTLIER_RATIO = 0.5
 """Observations further than this share from the prediction are pulled in to it."""
+MOST_OUTLIERS = 3
+"""So many outliers in a row on one side are believed, and what came before them is soon forgotten."""
+AFTER_CHANGE = 0.7
+"""Weight that earlier observations keep with each one then."""
 
 
 class OnlineFit:
     """Fits y ≈ Σ weightᵢ × xᵢ with weightᵢ ≥ 0."""
 
-    __slots__ = ("_moments", "_prior", "_ridge", "_targets", "weights")
+    __slots__ = ("_moments", "_outliers_in_a_row", "_prior", "_ridge", "_targets", "weights")
 
     def __init__(self, prior: Sequence[float]) -> None:
         """Start at the weights `prior`, all positive; the first belongs to a constant input of 1."""
@@ -31,6 +35,7 @@ class OnlineFit:
         self._ridge = PRIOR_OBSERVATIONS * prior[0] * prior[0]
         self._moments = [[0.0] * size for _ in range(size)]
         self._targets = [0.0] * size
+        self._outliers_in_a_row = 0
         self.weights = list(prior)
 
     def predict(self, x: Sequence[float]) -> float:
@@ -40,14 +45,30 @@ class OnlineFit:
     def observe(self, x: Sequence[float], y: float) -> None:
         """Take in that `y` was seen at `x`."""
         predicted = self.predict(x)
-        reach = OUTLIER_RATIO * predicted
-        y = max(predicted - reach, min(predicted + reach, y))
+        y, kept = self._believed(predicted, y)
         scaled = [v * p for v, p in zip(x, self._prior, strict=True)]
         for row, s in zip(self._moments, scaled, strict=True):
             for j, t in enumerate(scaled):
-                row[j] = FORGETTING * row[j] + s * t
-        self._targets = [FORGETTING * b + s * y for b, s in zip(self._targets, scaled, strict=True)]
+                row[j] = kept * row[j] + s * t
+        self._targets = [kept * b + s * y for b, s in zip(self._targets, scaled, strict=True)]
         self.weights = [max(0.0, m) * p for m, p in zip(self._multiples(), self._prior, strict=True)]
+
+    def _believed(self, predicted: float, y: float) -> tuple[float, float]:
+        """What to take for `y`, and the weight that earlier observations keep.
+
+        One outlier is an error of measurement; several in a row on one side mean that the world has changed.
+        """
+        side = 1 if y > predicted else -1
+        reach = OUTLIER_RATIO * predicted * 2 ** abs(self._outliers_in_a_row)
+        if abs(y - predicted) <= OUTLIER_RATIO * predicted:
+            self._outliers_in_a_row = 0
+        elif self._outliers_in_a_row * side >= 0:
+            self._outliers_in_a_row = side * min(MOST_OUTLIERS, abs(self._outliers_in_a_row) + 1)
+        else:
+            self._outliers_in_a_row = side
+        changed = abs(self._outliers_in_a_row) >= MOST_OUTLIERS
+        believed = max(predicted / 2 ** (1 + abs(self._outliers_in_a_row)), predicted - reach)
+        return max(believed, min(predicted + reach, y)), AFTER_CHANGE if changed else FORGETTING
 
     def _multiples(self) -> list[float]:
         """Solve (moments + ridge) · m = targets + ridge, which is positive definite, by elimination."""

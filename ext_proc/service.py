@@ -23,7 +23,7 @@ from ext_proc.health import SERVICE_NAME, Health
 from ext_proc.ledger import Outcome
 from ext_proc.protocol import CollectedBodies, ProtocolSettings
 from ext_proc.usage import Usage
-from ext_proc.vocabulary import Pick, Rank
+from ext_proc.vocabulary import Rank
 
 MESSAGE_OVERHEAD_BYTES = 1 << 20
 """Room for attributes and metadata beside the largest body in one gRPC message."""
@@ -37,7 +37,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 class StreamObserver(Protocol):
     """Told what happens on streams, for telemetry."""
 
-    def on_pick(self, pick: Pick, duration_s: float) -> None:
+    def on_placed(self, placed: Placed, duration_s: float) -> None:
         """A request was placed, so long after its last message had arrived."""
         ...
 
@@ -222,7 +222,7 @@ class ExtProcServer:
 
     def _observe_decision(self, decision: Placed | Refused, duration_s: float) -> None:
         if isinstance(decision, Placed):
-            self._observer.on_pick(decision.pick, duration_s)
+            self._observer.on_placed(decision, duration_s)
         else:
             self._observer.on_refused(decision)
 

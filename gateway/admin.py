@@ -30,6 +30,12 @@ def status(config: Config, ledger: Ledger, now_s: float) -> dict[str, Any]:
                 "name": group.name,
                 "engine": engines[group.name],
                 "healthy": ledger.is_healthy(group) and ledger.is_in_rotation(group),
+                "lock_step": group.lock_step,
+                "decode_step_ms": round(group.decode_step_s * 1e3, 2),
+                "prefill_step_ms": round(group.prefill_step_s * 1e3, 2),
+                "budget_tokens": round(group.times.budget_tokens),
+                "is_prefilling": group.is_prefilling,
+                "lead_tokens": round(group.lead.tokens, 1),
             }
             for group in ledger.groups
         ],

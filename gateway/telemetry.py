@@ -14,11 +14,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ext_proc.decision import Refused
+from ext_proc.decision import Placed, Refused
 from ext_proc.ledger import Ledger
 from ext_proc.usage import Usage
-from ext_proc.vocabulary import Pick, Rank, RankState
+from ext_proc.vocabulary import Rank, RankState
 
+HOLD_BUCKETS_S = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 PICK_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 
 
@@ -37,6 +38,12 @@ class Telemetry:
             "wavegate_pick_seconds",
             "Time to read a request and decide.",
             buckets=PICK_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._hold_seconds = Histogram(
+            "wavegate_hold_seconds",
+            "Time that requests waited in the gateway before they were placed.",
+            buckets=HOLD_BUCKETS_S,
             registry=self.registry,
         )
         self._refused = Counter(
@@ -65,10 +72,11 @@ class Telemetry:
         )
         self.registry.register(_LedgerCollector(ledger))
 
-    def on_pick(self, pick: Pick, duration_s: float) -> None:
-        """Count a pick."""
-        self._picks.labels(pick.first.name, pick.reason.value).inc()
+    def on_placed(self, placed: Placed, duration_s: float) -> None:
+        """Count a pick, and how long the request was held before it."""
+        self._picks.labels(placed.pick.first.name, placed.pick.reason.value).inc()
         self._pick_seconds.observe(duration_s)
+        self._hold_seconds.observe(placed.held_s)
 
     def on_refused(self, refused: Refused) -> None:
         """Count a request that was refused."""

@@ -18,7 +18,8 @@ reservations alone; without cache information all of the prompt counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import exp
 from typing import ClassVar
 
 from ext_proc.groups import GroupAccount
@@ -34,6 +35,8 @@ FULL_FROM = 0.85
 """KV use from which the barrier rises."""
 FULL_S = 1.0
 """Height of the barrier half-way between there and full."""
+FADES_IN_S = 60.0
+"""Step times not observed for this long count only 1/e against the mean of all groups."""
 PARTS = ("wait", "prefill", "others", "decode", "kv", "full")
 
 
@@ -53,6 +56,7 @@ class Lockstep:
 
     def _parts(self, view: PickView) -> list[tuple[float, float, float, float, float, float]]:
         now_s, prompt_tokens = view.now_s, view.facts.prompt_tokens
+        token_s = _token_s({account.group: None for account in view.accounts}, now_s)
         rows = []
         group = None
         for account, foreign, cached in zip(
@@ -61,7 +65,7 @@ class Lockstep:
             if account.group is not group:
                 group = account.group
                 tokens_per_s = group.prefill_tokens_per_s
-                decode_s = view.expected_output_tokens * _token_s(group)
+                decode_s = view.expected_output_tokens * token_s[group]
                 steps = group.steps
             resident = account.resident_kv_tokens(steps)
             ahead = account.prefills.remaining_tokens(now_s, tokens_per_s)
@@ -79,10 +83,22 @@ class Lockstep:
         return rows
 
 
-def _token_s(group: GroupAccount) -> float:
-    """What an output token costs, this request and those it decodes with."""
-    per_rank = sum(account.reservations for account in group.accounts) / len(group.accounts)
-    return group.recent_step_s + per_rank * group.times.costs.per_decode_sequence_s
+def _token_s(groups: Iterable[GroupAccount], now_s: float) -> dict[GroupAccount, float]:
+    """What an output token costs on each group, the request itself and those it decodes with.
+
+    How long a group's steps are fades towards the mean of all groups when it has not been observed for long:
+    else a group once seen to be slow would get no request that could show that it has recovered.
+    """
+    steps = {group: group.decode_step_s for group in groups}
+    mean_s = sum(steps.values()) / len(steps)
+    costs = {}
+    for group, decode_step_s in steps.items():
+        trust = exp((group.learned_s - now_s) / FADES_IN_S)
+        step_s = trust * decode_step_s + (1 - trust) * mean_s
+        per_rank = sum(account.reservations for account in group.accounts) / len(group.accounts)
+        added_s = per_rank * group.times.costs.per_decode_sequence_s
+        costs[group] = step_s * group.recent_step_s / decode_step_s + added_s
+    return costs
 
 
 def _full_s(kv_cache_usage: float) -> float:

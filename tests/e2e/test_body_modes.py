@@ -101,7 +101,7 @@ class Observed:
     def __init__(self) -> None:
         self.responses: list[tuple[str, int | None, Usage | None]] = []
 
-    def on_pick(self, pick: Pick, _duration_s: float) -> None:
+    def on_placed(self, placed: Placed, _duration_s: float) -> None:
         pass
 
     def on_refused(self, refused: Refused) -> None:

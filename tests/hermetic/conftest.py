@@ -17,7 +17,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 from google.protobuf.struct_pb2 import Struct
 
-from ext_proc.decision import Decider, Refused
+from ext_proc.decision import Decider, Placed, Refused
 from ext_proc.health import SERVICE_NAME
 from ext_proc.protocol import ProtocolSettings
 from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
@@ -77,8 +77,8 @@ class Observed:
         self.refused: list[Refused] = []
         self.responses: list[tuple[Rank, int | None, Usage | None]] = []
 
-    def on_pick(self, pick: Pick, _duration_s: float) -> None:
-        self.picks.append(pick)
+    def on_placed(self, placed: Placed, _duration_s: float) -> None:
+        self.picks.append(placed.pick)
 
     def on_refused(self, refused: Refused) -> None:
         self.refused.append(refused)

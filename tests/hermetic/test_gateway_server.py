@@ -109,7 +109,9 @@ async def test_status_shows_what_each_rank_reports(run_gateway: RunGateway) -> N
                 "unobserved": 0,
                 "picks": 0,
             }
-            assert status["groups"] == [{"name": "g0", "engine": "adopted", "healthy": True}]
+            (group,) = status["groups"]
+            assert (group["name"], group["engine"], group["healthy"]) == ("g0", "adopted", True)
+            assert group["prefill_step_ms"] > group["decode_step_ms"] > 0
 
 
 async def test_a_pick_shows_as_a_reservation_until_its_stream_ends(run_gateway: RunGateway) -> None:
