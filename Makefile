@@ -9,6 +9,8 @@ TORCH_INDEX ?=
 # Any Python from 3.11 on; name another with `make PYTHON=/path/to/python …`.
 PYTHON ?=
 ARGS ?=
+# What `make demo` runs: embedded, or vllm-cpu (real ranks of a tiny model).
+ENGINE ?= embedded
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test vllm-env test-vllm lint format clean
@@ -16,8 +18,8 @@ ARGS ?=
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
-demo: $(VENV)/.with-demo ## Start the demo; make demo ARGS=--exit ends after the drive.
-	@$(VENV)/bin/wavegate demo $(ARGS)
+demo: $(VENV)/.with-demo $(if $(filter vllm-cpu,$(ENGINE)),$(VLLM_VENV)/.with-plugin) ## Start the demo; ARGS=--exit ends after the drive; ENGINE=vllm-cpu runs real vLLM.
+	@$(VENV)/bin/wavegate demo --engine $(ENGINE) $(ARGS)
 
 test: $(VENV)/.with-test ## Run all tests but those of real vLLM; ARGS go to pytest: make test ARGS='-k config'.
 	$(VENV)/bin/pytest --ignore=tests/vllm $(ARGS)

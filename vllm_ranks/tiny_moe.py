@@ -47,12 +47,10 @@ def write_tiny_moe(folder: Path) -> Path:
     vocabulary, merges = _vocabulary(WORDS.split())
     files = {
         "config.json": _config(vocabulary),
-        "generation_config.json": {"eos_token_id": vocabulary[TURN_END]},
         "tokenizer.json": _tokenizer(vocabulary, merges),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
-            "eos_token": TURN_END,
             "pad_token": END_OF_TEXT,
             "model_max_length": MAX_POSITIONS,
             "chat_template": CHAT_TEMPLATE,
@@ -87,8 +85,9 @@ def _config(vocabulary: dict[str, int]) -> dict[str, Any]:
         "rope_theta": 1_000_000.0,
         "tie_word_embeddings": False,
         "attention_bias": False,
+        # Made-up weights would end answers at random, some before their first word.
         "bos_token_id": None,
-        "eos_token_id": vocabulary[TURN_END],
+        "eos_token_id": None,
         "pad_token_id": vocabulary[END_OF_TEXT],
         "torch_dtype": "bfloat16",
     }
