@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from benchmarks.matrix import Cell
@@ -30,12 +31,29 @@ def rows(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
 
 
 def rich_table(title: str, cells: Sequence[Cell]) -> Table:
-    """For a terminal."""
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
-    for row in rows(cells):
-        table.add_row(*row, style="bold" if row[0] == "lockstep" else "")
+    """For a terminal of 80 columns; the rest is in the JSON."""
+    table = Table(title=title, title_justify="left", box=SIMPLE, header_style="bold", pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for column in ("budget", "good-\nput", "TTFT s\np50", "\np90", "\np99", "TPOT ms\np50", "\np99"):
+        table.add_column(column, justify="right")
+    for column in ("cache\nhits", "lost", "max\nhold s"):
+        table.add_column(column, justify="right")
+    for cell in sorted(cells, key=lambda cell: -cell.score.goodput):
+        score = cell.score
+        table.add_row(
+            cell.policy,
+            str(cell.budget_tokens),
+            f"{score.goodput:.3f}",
+            f"{score.ttft_s.p50:.2f}",
+            f"{score.ttft_s.p90:.2f}",
+            f"{score.ttft_s.p99:.1f}",
+            f"{score.tpot_s.p50 * 1e3:.0f}",
+            f"{score.tpot_s.p99 * 1e3:.0f}",
+            f"{score.cache_hit_share:.2f}",
+            f"{score.lost_share:.2f}",
+            f"{score.longest_hold_s:.1f}",
+            style="bold" if cell.policy == "lockstep" else "",
+        )
     return table
 
 
