@@ -1,0 +1,251 @@
+"""What clients and operators see of real vLLM ranks behind Envoy and the gateway."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from gateway.envoy_listener import RANK_HEADER
+from tests.builders_processes import free_port
+from tests.builders_vllm_pool import RANKS, VllmPool, vllm_pool
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+WEATHER_TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPool]:
+    """Two real ranks, whose waves show in their logs."""
+    with vllm_pool(
+        tmp_path_factory.mktemp("pool"),
+        env={"VLLM_LOGGING_LEVEL": "DEBUG"},
+        # Nothing here fails; a machine that stands still for a while must not be taken for a hang.
+        supervision={"hang_after_s": 30},
+        group={"kv_events_port": free_port()},
+    ) as pool:
+        yield pool
+
+
+@pytest.fixture
+def client(pool: VllmPool) -> Iterator[openai.OpenAI]:
+    """The official client, which hides no failure by trying again."""
+    with openai.OpenAI(base_url=f"{pool.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def eventually(condition: Callable[[], bool], limit_s: float = 20.0) -> bool:
+    """Whether a condition comes true before the limit."""
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def hello() -> list[Any]:
+    """The messages of a chat."""
+    return [{"role": "user", "content": "Hello there"}]
+
+
+# --- The API, unchanged --------------------------------------------------------------------------------
+
+
+def test_chat(client: openai.OpenAI, pool: VllmPool) -> None:
+    answer = client.chat.completions.create(model=pool.model, messages=hello(), max_tokens=8)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.content
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+
+
+def test_completions(client: openai.OpenAI, pool: VllmPool) -> None:
+    answer = client.completions.create(model=pool.model, prompt="Once", max_tokens=8, n=2)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert all(choice.text for choice in answer.choices)
+
+
+def test_chat_streamed(client: openai.OpenAI, pool: VllmPool) -> None:
+    stream = client.chat.completions.create(
+        model=pool.model,
+        messages=hello(),
+        max_tokens=12,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_completions_streamed_piece_by_piece(client: openai.OpenAI, pool: VllmPool) -> None:
+    arrivals = []
+    for chunk in client.completions.create(model=pool.model, prompt="Once", max_tokens=40, stream=True):
+        arrivals.append((time.monotonic(), chunk.choices[0].text))
+    assert len(arrivals) > 10
+    assert arrivals[-1][0] - arrivals[0][0] > 0.05, "the stream came in one piece"
+
+
+def test_logprobs(client: openai.OpenAI, pool: VllmPool) -> None:
+    answer = client.chat.completions.create(
+        model=pool.model, messages=hello(), max_tokens=4, logprobs=True, top_logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [len(token.top_logprobs) for token in logprobs.content] == [3] * 4
+
+
+def test_tools_reach_the_model_untouched(client: openai.OpenAI, pool: VllmPool) -> None:
+    """The tiny model's chat template writes the tools into the prompt, so they show in its length."""
+
+    def prompt_tokens(**fields: Any) -> int:
+        usage = client.chat.completions.create(
+            model=pool.model, messages=hello(), max_tokens=1, **fields
+        ).usage
+        assert usage is not None
+        return usage.prompt_tokens
+
+    plain = prompt_tokens()
+    with_tools = prompt_tokens(tools=[WEATHER_TOOL], tool_choice="none")
+    assert with_tools > plain + 50
+
+
+def test_an_error_of_vllm_arrives_as_vllm_wrote_it(pool: VllmPool) -> None:
+    body = {"model": "no-such-model", "prompt": "x"}
+    through = httpx2.post(f"{pool.url}/v1/completions", json=body, timeout=30)
+    direct = httpx2.post(f"{pool.rank_urls[0]}/v1/completions", json=body, timeout=30)
+    assert through.status_code == direct.status_code == 404
+    assert through.content == direct.content
+    assert "no-such-model" in through.text
+
+
+def test_a_request_that_vllm_refuses_is_refused_as_vllm_does(client: openai.OpenAI, pool: VllmPool) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.completions.create(model=pool.model, prompt="x " * 40_000, max_tokens=1)
+
+
+def test_a_body_that_is_too_large_is_answered_413(pool: VllmPool) -> None:
+    body = {"model": pool.model, "prompt": "x" * (17 << 20)}
+    answer = httpx2.post(f"{pool.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+
+
+def test_models_are_listed(client: openai.OpenAI, pool: VllmPool) -> None:
+    assert [model.id for model in client.models.list()] == [pool.model]
+
+
+# --- Balance ------------------------------------------------------------------------------------------
+
+
+def test_both_ranks_serve_and_say_so(client: openai.OpenAI, pool: VllmPool) -> None:
+    def ask(number: int) -> str | None:
+        raw = client.completions.with_raw_response.create(
+            model=pool.model, prompt=f"Number {number}", max_tokens=16
+        )
+        return raw.headers.get(RANK_HEADER)
+
+    before = [pool.metric(rank, "vllm:request_success_total") for rank in range(RANKS)]
+    with ThreadPoolExecutor(4) as threads:
+        served = Counter(threads.map(ask, range(16)))
+    assert set(served) == {f"{pool.group_name}/{rank}" for rank in range(RANKS)}
+    after = [pool.metric(rank, "vllm:request_success_total") for rank in range(RANKS)]
+    assert [after[rank] - before[rank] for rank in range(RANKS)] == [
+        served[f"{pool.group_name}/{rank}"] for rank in range(RANKS)
+    ]
+
+
+def test_what_real_ranks_report_is_in_the_gateways_picture(client: openai.OpenAI, pool: VllmPool) -> None:
+    def is_seen() -> bool:
+        row = next(row for row in pool.status() if row["rank"] == rank)
+        return bool(row["running"] == 1 and row["reservations"] == 1 and row["kv_cache_usage"] > 0)
+
+    raw = client.completions.with_raw_response.create(
+        model=pool.model, prompt="A long one " * 100, max_tokens=2000, stream=True
+    )
+    rank = raw.headers[RANK_HEADER]
+    stream = raw.parse()
+    assert eventually(is_seen)
+    stream.close()
+    assert eventually(lambda: all(row["running"] == row["reservations"] == 0 for row in pool.status()))
+    assert {row["state"] for row in pool.status()} == {"fresh"}
+
+
+def test_a_client_that_goes_away_aborts_its_request_in_the_engine(
+    client: openai.OpenAI, pool: VllmPool
+) -> None:
+    """vLLM 0.32 does not count such a request as finished (`request_success`), it just no longer runs."""
+
+    def running() -> float:
+        return sum(pool.metric(rank, "vllm:num_requests_running") for rank in range(RANKS))
+
+    def generated() -> float:
+        return sum(pool.metric(rank, "vllm:generation_tokens_total") for rank in range(RANKS))
+
+    before = generated()
+    max_tokens = 8000
+    stream = client.completions.create(model=pool.model, prompt="Long", max_tokens=max_tokens, stream=True)
+    next(stream)
+    assert eventually(lambda: running() == 1)
+    stream.close()
+    assert eventually(lambda: running() == 0)
+    assert generated() - before < max_tokens / 2
+
+
+def test_a_rank_tells_its_load_in_a_header_when_asked(client: openai.OpenAI, pool: VllmPool) -> None:
+    raw = client.completions.with_raw_response.create(
+        model=pool.model,
+        prompt="Hi",
+        max_tokens=2,
+        extra_headers={"endpoint-load-metrics-format": "json"},
+    )
+    load = raw.headers["endpoint-load-metrics"]
+    assert load.startswith("JSON ")
+    assert "kv_cache_usage_perc" in load
+
+
+# --- Waves --------------------------------------------------------------------------------------------
+
+
+def waves(pool: VllmPool) -> list[int]:
+    """The waves that have ended, as rank 0's coordinator logs them."""
+    return [int(number) for number in re.findall(r"Moving DP wave from \d+ to (\d+)", pool.rank_log(0))]
+
+
+def test_waves_advance_and_the_group_falls_silent(client: openai.OpenAI, pool: VllmPool) -> None:
+    assert eventually(lambda: bool(waves(pool)))
+    time.sleep(1.0)
+    before = waves(pool)
+    for _ in range(2):
+        client.completions.create(model=pool.model, prompt="Wake up", max_tokens=4)
+        count = len(waves(pool))
+        assert eventually(lambda count=count: len(waves(pool)) >= count)
+        time.sleep(1.0)
+    after = waves(pool)
+    assert after[: len(before)] == before
+    assert after == sorted(set(after))
+    assert len(after) >= len(before) + 2
+    steps = [pool.metric(rank, "vllm:iteration_tokens_total_count") for rank in range(RANKS)]
+    lines = pool.rank_log(1).count("ubatch_slices")
+    time.sleep(2.0)
+    assert [pool.metric(rank, "vllm:iteration_tokens_total_count") for rank in range(RANKS)] == steps
+    assert pool.rank_log(1).count("ubatch_slices") == lines, "an idle rank still runs dummy batches"
