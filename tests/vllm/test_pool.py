@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from gateway.envoy_listener import RANK_HEADER
-from tests.builders_processes import free_port
 from tests.builders_vllm_pool import RANKS, VllmPool, vllm_pool
+from tests.builders_wavegate import consecutive_free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -37,7 +37,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPool]:
         env={"VLLM_LOGGING_LEVEL": "DEBUG"},
         # Nothing here fails; a machine that stands still for a while must not be taken for a hang.
         supervision={"hang_after_s": 30},
-        group={"kv_events_port": free_port()},
+        group={"kv_events_port": consecutive_free_ports(2 * RANKS)},
     ) as pool:
         yield pool
 
