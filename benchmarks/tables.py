@@ -8,6 +8,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from benchmarks.matrix import Cell
+from benchmarks.score import Score
 
 COLUMNS = (
     "policy",
@@ -32,12 +33,12 @@ def rows(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
 
 def rich_table(title: str, cells: Sequence[Cell]) -> Table:
     """For a terminal of 80 columns; the rest is in the JSON."""
-    table = Table(title=title, title_justify="left", box=SIMPLE, header_style="bold", pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE, header_style="bold", padding=(0, 0))
     table.add_column("policy", no_wrap=True)
     for column in ("budget", "good-\nput", "TTFT s\np50", "\np90", "\np99", "TPOT ms\np50", "\np99"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for column in ("cache\nhits", "lost", "max\nhold s"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for cell in sorted(cells, key=lambda cell: -cell.score.goodput):
         score = cell.score
         table.add_row(
@@ -53,6 +54,27 @@ def rich_table(title: str, cells: Sequence[Cell]) -> Table:
             f"{score.lost_share:.2f}",
             f"{score.longest_hold_s:.1f}",
             style="bold" if cell.policy == "lockstep" else "",
+        )
+    return table
+
+
+def wall_clock_table(results: Sequence[tuple[str, Score, float, dict[str, int]]]) -> Table:
+    """Name, score, seconds for all requests, and requests per rank of each run."""
+    table = Table(box=SIMPLE, header_style="bold", padding=(0, 0))
+    table.add_column("", no_wrap=True)
+    for column in ("good-\nput", "TTFT s\np50", "\np99", "TPOT ms\np50", "\np99", "all\nin s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("requests per rank", overflow="fold")
+    for name, score, elapsed_s, by_rank in results:
+        table.add_row(
+            name,
+            f"{score.goodput:.3f}",
+            f"{score.ttft_s.p50:.2f}",
+            f"{score.ttft_s.p99:.1f}",
+            f"{score.tpot_s.p50 * 1e3:.0f}",
+            f"{score.tpot_s.p99 * 1e3:.0f}",
+            f"{elapsed_s:.1f}",
+            " ".join(f"{count}" for _, count in sorted(by_rank.items())),
         )
     return table
 
