@@ -113,6 +113,10 @@ class ExtProcServer:
         )
         self._health.add_to(self._server)
 
+    def serve_also(self, handler: grpc.GenericRpcHandler) -> None:
+        """Serve another gRPC service on the same port; to be called before `start`."""
+        self._server.add_generic_rpc_handlers((handler,))
+
     async def start(self) -> int:
         """Listen. Returns the port (1 for a unix socket).
 

@@ -70,7 +70,7 @@ def _connection_manager(envoy: EnvoySection) -> dict[str, Json]:
         },
         http_filters=[_ext_proc_filter(envoy), _buffer_filter(envoy), _router_filter()],
         local_reply_config=_local_replies(envoy),
-        access_log=[_access_log(envoy)],
+        access_log=[_access_log(envoy), _failed_answers_log()],
     )
 
 
@@ -164,11 +164,7 @@ def _local_replies(envoy: EnvoySection) -> dict[str, Json]:
     return {
         "mappers": [
             {
-                "filter": {
-                    "status_code_filter": {
-                        "comparison": {"op": "EQ", "value": {"default_value": 413, "runtime_key": "unused"}}
-                    }
-                },
+                "filter": _status_filter("EQ", 413),
                 "body_format_override": _error("invalid_request_error", "request_too_large", too_large),
             },
             {
@@ -183,6 +179,29 @@ def _local_replies(envoy: EnvoySection) -> dict[str, Json]:
 
 def _error(kind: str, code: str, message: str) -> dict[str, Json]:
     return {"json_format": {"error": {"message": message, "type": kind, "param": None, "code": code}}}
+
+
+def _failed_answers_log() -> dict[str, Json]:
+    """Tells the gateway at once of answers that show trouble on a rank; 503 only says that it is full."""
+    return {
+        "name": "envoy.access_loggers.http_grpc",
+        "filter": {"and_filter": {"filters": [_status_filter("GE", 500), _status_filter("NE", 503)]}},
+        "typed_config": typed(
+            "envoy.extensions.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
+            common_config={
+                "log_name": "failed_answers",
+                "transport_api_version": "V3",
+                "grpc_service": {"envoy_grpc": {"cluster_name": EXT_PROC_CLUSTER}},
+                # Each entry is sent as it comes; the default is to collect 16 KiB.
+                "buffer_size_bytes": 0,
+            },
+        ),
+    }
+
+
+def _status_filter(comparison: str, status: int) -> dict[str, Json]:
+    value: Json = {"default_value": status, "runtime_key": "unused"}
+    return {"status_code_filter": {"comparison": {"op": comparison, "value": value}}}
 
 
 def _access_log(envoy: EnvoySection) -> dict[str, Json]:

@@ -79,6 +79,16 @@ class GatewayGroups:
         self._kept_out.pop(group, None)
         return await self._put(group)
 
+    async def wait_until_in(self, group: str, timeout_s: float) -> bool:
+        """Wait until the group gets requests: the gateway looks at it itself, and others may hold it."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            await self._ask()
+            state = self.state(group)
+            if state is None or state.in_rotation or time.monotonic() >= deadline_s:
+                return state is not None and state.in_rotation
+            await asyncio.sleep(POLL_S / 5)
+
     async def wait_until_idle(self, group: str, timeout_s: float) -> int | None:
         """Wait until no request is under way on the group; how many are left, `None` if nobody can tell."""
         deadline_s = time.monotonic() + timeout_s

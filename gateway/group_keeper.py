@@ -26,6 +26,8 @@ SETTLE_S = 1.5
 DEAD_CONFIRMED_AFTER_S = 5.0
 """A server whose engine is dead ends by itself within 5 s (vLLM's watchdog); later it never will."""
 HEALTH_TIMEOUT_S = 2.0
+BACK_TIMEOUT_S = 10.0
+"""The gateway has to see the ranks' health and to ask each of them before it sends them anything."""
 STUCK_STOP_S = 5.0
 """What hangs does not stop when asked."""
 
@@ -104,10 +106,17 @@ class GroupKeeper:
             failure = self.unit.account() if loss.process_ended else None
             await self.unit.stop(STUCK_STOP_S if loss.is_stuck else None)
             await self._start_again(failure, lost_at_s - serving_since_s)
-            heard = await self._gateway.bring_back(self._group.name)
+            back = await self._bring_back()
             took_s = loop.time() - lost_at_s
-            back = "back in rotation" if heard else "ready (the gateway does not answer)"
             self._progress.note(f"{self.unit.plan.name} is {back} {took_s:.1f} s after it was lost")
+
+    async def _bring_back(self) -> str:
+        """Let the group have requests; in words, how far that went."""
+        if not await self._gateway.bring_back(self._group.name):
+            return "ready (the gateway does not answer)"
+        if not await self._gateway.wait_until_in(self._group.name, BACK_TIMEOUT_S):
+            return "ready, but others keep it out of rotation,"
+        return "back in rotation"
 
     async def _start_again(self, failure: str | None, served_s: float) -> None:
         """Start the group; `failure` is what is still to be told of the one before."""
@@ -140,7 +149,7 @@ class GroupKeeper:
         for rank, problem in zip(ranks, complaints, strict=True):
             if problem is not None:
                 await self.unit.settle(SETTLE_S)
-                raise UnitFailed(f"rank {rank.name} was ready, but {problem}: {self.unit.account()}")
+                raise UnitFailed(f"rank {rank.name} was ready, but {problem.reason}: {self.unit.account()}")
 
     # --- Loading -------------------------------------------------------------------------------------
 

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 HOLDER = "gateway"
 TICK_S = 0.1
 PROBE_PAUSE_S = 1.0
+SUSPECT_TIMEOUT_S = 2.0
+SUSPECT_PAUSE_S = 0.2
+"""Bounds the requests that failed answers of clients cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class _Group:
         self.ranks = group.ranks
         self.watch = watch
         self.trouble: Trouble | None = None
+        self.suspected: set[Rank] = set()
+        """Ranks whose answers to clients have failed lately."""
         self.probing: asyncio.Task[None] | None = None
 
 
@@ -86,6 +91,13 @@ class GroupMonitor:
     def on_refusal(self, rank: Rank) -> None:
         """Nobody listens on a rank's port."""
         self._groups[rank.group].watch.saw_refusal(rank, time.monotonic())
+
+    def on_failed_answer(self, endpoint: str, _status: int) -> None:
+        """A rank has answered a client's request with an error of its own: see whether it does so to ours."""
+        for group in self._groups.values():
+            for rank in group.ranks:
+                if rank.endpoint == endpoint and group.trouble is None:
+                    group.suspected.add(rank)
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -121,9 +133,10 @@ class GroupMonitor:
             if group.trouble is None or group.trouble.verdict is not trouble.verdict:
                 log.warning("group %s is out of rotation: %s", group.name, trouble.reason)
             self._rotation.take_out(group.name, HOLDER, trouble.reason)
+            group.suspected.clear()
         group.trouble = trouble
         is_held = HOLDER in self._rotation.held_out_by(group.name)
-        if is_held and (group.probing is None or group.probing.done()):
+        if (is_held or group.suspected) and (group.probing is None or group.probing.done()):
             group.probing = tasks.create_task(self._probe(group, session))
 
     def _waiting_since(self, name: str) -> dict[Rank, float]:
@@ -132,7 +145,10 @@ class GroupMonitor:
         return {rank: since_s for rank, since_s in since.items() if since_s is not None}
 
     async def _probe(self, group: _Group, session: aiohttp.ClientSession) -> None:
-        """Ask those held to hang for a sign of life; without any, bring the group back once all answer."""
+        """Ask suspects for a sign of life; without any, bring the group back once all answer."""
+        if group.suspected and group.trouble is None:
+            await self._ask_suspected(group, session)
+            return
         asked = group.watch.suspects() or (group.ranks if group.trouble is None else ())
         timeout_s = self._settings.warm_up_timeout_s
         complaints = await asyncio.gather(
@@ -146,3 +162,16 @@ class GroupMonitor:
             log.info("group %s is back: each of its ranks has answered a request", group.name)
         elif any(complaints) or not asked:
             await asyncio.sleep(PROBE_PAUSE_S)
+
+    async def _ask_suspected(self, group: _Group, session: aiohttp.ClientSession) -> None:
+        """Whether the ranks whose answers to clients failed fail to answer us too."""
+        suspected = sorted(group.suspected, key=lambda rank: rank.index)
+        group.suspected.clear()
+        complaints = await asyncio.gather(
+            *(complaint(session, rank.endpoint, group.model, SUSPECT_TIMEOUT_S) for rank in suspected)
+        )
+        for rank, problem in zip(suspected, complaints, strict=True):
+            # A busy rank may be late; one that fails does so at once.
+            if problem is not None and not problem.is_late:
+                group.watch.saw_failed_request(rank, problem.reason, time.monotonic())
+        await asyncio.sleep(SUSPECT_PAUSE_S)

@@ -25,7 +25,7 @@ class Verdict(StrEnum):
     DEAD = "dead"
     """A rank's engine or its server has ended, or it has not started yet."""
     HUNG = "hung"
-    """A rank has work and makes no progress, or does not answer; that may pass."""
+    """A rank has work and makes no progress, or answers with errors or not at all; that may pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,8 @@ class _Signs:
     """Since when its reports say, without a break, that it has requests."""
     hung: Trouble | None = None
     """Kept until the rank shows life: what it reports meanwhile may be as old as the hang."""
+    failing: Trouble | None = None
+    """Kept until the rank answers a request: it makes steps, but not for new requests."""
 
 
 class GroupWatch:
@@ -98,10 +100,17 @@ class GroupWatch:
         elif signs.busy_since_s is None:
             signs.busy_since_s = now_s
 
+    def saw_failed_request(self, rank: Rank, failure: str, now_s: float) -> None:
+        """A request to the rank, asked to see whether it lives, has failed."""
+        signs = self._signs[rank]
+        if signs.failing is None and signs.dead_since_s is None:
+            signs.failing = Trouble(Verdict.HUNG, rank, now_s, f"rank {rank.name}: {failure}")
+
     def saw_life(self, rank: Rank, now_s: float) -> None:
         """The rank has answered a request."""
-        self._signs[rank].progressed_at_s = now_s
-        self._signs[rank].hung = None
+        signs = self._signs[rank]
+        signs.progressed_at_s = now_s
+        signs.hung = signs.failing = None
 
     @staticmethod
     def _died(signs: _Signs, death: str, now_s: float) -> None:
@@ -109,7 +118,7 @@ class GroupWatch:
         if signs.dead_since_s is None:
             signs.dead_since_s = now_s
         signs.missed_health = 0
-        signs.hung = None
+        signs.hung = signs.failing = None
 
     # --- What it means -------------------------------------------------------------------------------
 
@@ -131,8 +140,8 @@ class GroupWatch:
         )
 
     def suspects(self) -> list[Rank]:
-        """Ranks held to hang: only an answered request or progress shows that they live."""
-        return [rank for rank, signs in self._signs.items() if signs.hung is not None]
+        """Ranks that must answer a request, or make progress if they only hang, before they serve again."""
+        return [rank for rank, signs in self._signs.items() if signs.hung or signs.failing]
 
     @staticmethod
     def _death(rank: Rank, signs: _Signs) -> Trouble | None:
@@ -143,6 +152,8 @@ class GroupWatch:
     def _hang(self, rank: Rank, signs: _Signs, waiting_since_s: float | None, now_s: float) -> Trouble | None:
         if signs.dead_since_s is not None:
             return None
+        if signs.failing is not None:
+            return signs.failing
         if signs.hung is None and signs.missed_health >= MISSED_HEALTH_LIMIT:
             missed = f"rank {rank.name}: /health was not answered {signs.missed_health} times in a row"
             return Trouble(Verdict.HUNG, rank, signs.missed_since_s, missed)

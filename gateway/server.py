@@ -20,6 +20,7 @@ from gateway.admin_groups import group_routes
 from gateway.config import Config, GatewaySection, SupervisionSection
 from gateway.config_types import endpoint
 from gateway.decision import LiveAdmission, build_admission, build_ledger
+from gateway.failed_answers import failed_answers_handler
 from gateway.group_monitor import GroupMonitor, MonitoredGroup, MonitorSettings
 from gateway.rotation import Rotation
 from gateway.telemetry import Telemetry
@@ -81,6 +82,7 @@ class GatewayServer:
             self._rotation,
             _monitor_settings(config.supervision),
         )
+        self._ext_proc.serve_also(failed_answers_handler(self._monitor.on_failed_answer))
         self._scraper = Scraper(
             config.ranks(),
             _LedgerFeed(decider, self.ledger, self._monitor, self._telemetry),

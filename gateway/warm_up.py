@@ -1,13 +1,14 @@
-"""One small request to a rank, past the gateway: to warm it up before it serves, or to see whether it lives.
-
-Must never be sent to a rank that is in rotation: it would be load that nobody has decided about.
-"""
+"""One small request to a rank, past the gateway: to warm it up before it serves, or see whether it works."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import aiohttp
 import msgspec
 
+FULL = 503
+"""vLLM's answer when a queue limit is reached."""
 PROMPT = "Hello"
 MAX_ANSWER_BYTES = 1 << 20
 
@@ -20,13 +21,22 @@ class _Completion(msgspec.Struct):
     choices: list[_Choice]
 
 
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """Why a rank has not served a request."""
+
+    reason: str
+    is_late: bool = False
+    """Whether the answer has only not come yet."""
+
+
 async def complaint(
     session: aiohttp.ClientSession, endpoint: str, model: str, timeout_s: float
-) -> str | None:
+) -> Complaint | None:
     """Why the rank at `endpoint` cannot serve `model`; `None` if it has answered a request.
 
-    An answer that only refuses the request, as a model without completions does, is the answer of a rank that
-    works. A rank that drains answers 200 and has aborted the request (vLLM 0.32 vllm/v1/engine/core.py).
+    An answer that only refuses the request, as a model without completions or a full rank does, is the answer
+    of a rank that works. One that drains may answer 200 and have aborted the request, or answer 500.
     """
     body = {"model": model, "prompt": PROMPT, "max_tokens": 1}
     try:
@@ -35,13 +45,13 @@ async def complaint(
         ) as answer:
             text = await answer.content.read(MAX_ANSWER_BYTES)
     except TimeoutError:
-        return f"a request was not answered within {timeout_s:g} s"
+        return Complaint(f"a request was not answered within {timeout_s:g} s", is_late=True)
     except (aiohttp.ClientError, OSError) as error:
-        return f"a request failed: {error}"
-    if answer.status >= 500:
-        return f"a request was answered {answer.status}"
+        return Complaint(f"a request failed: {error}")
+    if answer.status >= 500 and answer.status != FULL:
+        return Complaint(f"a request was answered {answer.status}")
     if answer.status == 200 and _is_aborted(text):
-        return "a request was aborted: it is shutting down"
+        return Complaint("a request was aborted: it is shutting down")
     return None
 
 

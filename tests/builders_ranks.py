@@ -21,6 +21,7 @@ class StandInRank:
         self.broken = False
         """Answer 500 everywhere."""
         self.health_status = 200
+        self.completion_status = 200
         self.completions_asked = 0
         self.completion: dict[str, Any] | None = {"choices": [{"finish_reason": "length"}]}
         """Answer to a completion; None: it never comes."""
@@ -53,7 +54,8 @@ class StandInRank:
         self.completions_asked += 1
         while self.completion is None:
             await asyncio.sleep(0.01)
-        return web.Response(status=500) if self.broken else web.json_response(self.completion)
+        status = 500 if self.broken else self.completion_status
+        return web.json_response(self.completion, status=status)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         if self.broken:

@@ -9,11 +9,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
+from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 
 from ext_proc.ledger import Reservation
 from ext_proc.vocabulary import CallKind, RequestFacts
 from gateway.config import Config
+from gateway.failed_answers import SERVICE_NAME
 from gateway.server import GatewayServer
 from tests.builders_ranks import StandInRank
 
@@ -27,6 +30,7 @@ class Scene:
         self.server = GatewayServer(config)
         self.ranks = ranks
         self._http = http
+        self.ext_proc = config.gateway.ext_proc_listen
         self._url = f"http://127.0.0.1:{config.gateway.admin_port}/groups"
 
     async def group(self) -> Any:
@@ -38,6 +42,18 @@ class Scene:
         """Take the group out of rotation, or bring it back."""
         async with self._http.put(f"{self._url}/{group}/rotation", json=body) as answer:
             return answer.status, await answer.text()
+
+    async def tell_failed_answer(self, rank: int) -> None:
+        """Report through the access log that a rank has answered a client with an error, as Envoy does."""
+        host, port = self.ranks[rank].endpoint.split(":")
+        message = StreamAccessLogsMessage()
+        entry = message.http_logs.log_entry.add()
+        entry.common_properties.upstream_remote_address.socket_address.address = host
+        entry.common_properties.upstream_remote_address.socket_address.port_value = int(port)
+        entry.response.response_code.value = 500
+        async with grpc.aio.insecure_channel(self.ext_proc) as channel:
+            call = channel.stream_unary(f"/{SERVICE_NAME}/StreamAccessLogs")
+            await call(iter([message.SerializeToString()]))
 
     async def until(self, condition: Callable[[Any], bool]) -> Any:
         """The first state of the group for which `condition` holds."""
@@ -53,7 +69,7 @@ class Scene:
     def is_out(self) -> bool:
         """Whether the ledger has the group out of rotation."""
         ledger = self.server.ledger
-        return not ledger.is_in_rotation(ledger.groups[0])
+        return not ledger.groups[0].in_rotation
 
     def place_request(self, rank: int = 0) -> Reservation:
         """Reserve a rank as a pick does."""
@@ -153,6 +169,33 @@ async def test_a_request_that_an_idle_engine_ignores_takes_the_group_out(scene: 
     scene.ranks[0].completion = {}
     await scene.until(lambda group: group["trouble"] is None or group["trouble"]["for_s"] < 0.5)
     assert reservation.outcome is None
+
+
+async def test_a_rank_that_fails_clients_and_us_takes_the_group_out(scene: Scene) -> None:
+    scene.ranks[1].completion_status = 500
+    await scene.tell_failed_answer(1)
+    state = await scene.until(lambda group: not group["in_rotation"])
+    assert state["trouble"]["reason"] == "rank g0/1: a request was answered 500"
+    scene.ranks[1].completion_status = 200
+    await scene.until(lambda group: group["in_rotation"])
+
+
+async def test_an_error_that_is_not_the_ranks_fault_costs_one_small_request(scene: Scene) -> None:
+    for _ in range(20):
+        await scene.tell_failed_answer(1)
+    await scene.until(lambda _group: scene.ranks[1].completions_asked > 0)
+    await asyncio.sleep(0.5)
+    assert not scene.is_out()
+    assert scene.ranks[0].completions_asked == 0
+    assert scene.ranks[1].completions_asked <= 4
+
+
+async def test_a_rank_that_is_full_is_not_taken_for_broken(scene: Scene) -> None:
+    scene.ranks[1].completion_status = 503
+    await scene.tell_failed_answer(1)
+    await scene.until(lambda _group: scene.ranks[1].completions_asked > 0)
+    await asyncio.sleep(0.3)
+    assert not scene.is_out()
 
 
 async def test_a_rank_that_makes_steps_stays_in(scene: Scene) -> None:

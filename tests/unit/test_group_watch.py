@@ -189,6 +189,16 @@ def test_a_hang_ends_with_an_answer(scene: Scene) -> None:
     assert scene.watch.suspects() == []
 
 
+def test_a_rank_that_fails_requests_is_out_whatever_steps_it_makes(scene: Scene) -> None:
+    scene.watch.saw_failed_request(RANKS[1], "a request was answered 500", 10.0)
+    scene.report(11.0, 1, running=1, steps=5)
+    expected = Trouble(Verdict.HUNG, RANKS[1], 10.0, "rank g/1: a request was answered 500")
+    assert scene.trouble(11.0) == expected
+    assert scene.watch.suspects() == [RANKS[1]]
+    scene.watch.saw_life(RANKS[1], 12.0)
+    assert scene.trouble(12.0) is None
+
+
 def test_a_death_counts_before_a_hang(scene: Scene) -> None:
     scene.hang()
     scene.watch.saw_health(RANKS[1], 503, 13.0)
