@@ -18,6 +18,7 @@ SUB_COMMANDS: dict[str, str] = {
     "up": "Start and supervise what a configuration asks for: ranks, gateway and Envoy, on this machine.",
     "ranks": "Start and supervise the ranks of one machine alone, or print the commands for it (--dry-run).",
     "gateway": "Run the gateway alone: the ext_proc service that Envoy asks, and the admin API.",
+    "envoy": "Run Envoy alone, and drain it before it stops.",
     "rank": "Run one rank of the embedded engine (development and evaluation; production is vllm serve).",
     "status": "Show the ranks as the gateway sees them: load, reservations, age of their reports.",
     "config": "Check a configuration, show it with its defaults, or print its JSON Schema.",
