@@ -26,7 +26,7 @@ from gateway.supervisor import Supervisor
 from gateway.unit import Unit, UnitFailed
 from tests.builders_processes import Journal, eventually, process, running, unit
 
-LONG_ENOUGH_S = 5.0
+LONG_ENOUGH_S = 4.0
 """For a small process to start, on a busy machine."""
 QUICK = {"first_backoff_s": 0.1, "max_failures_in_a_row": 3, "restart_hung_after_s": 5.0}
 HUNG = {"verdict": "hung", "rank": "g/0", "for_s": 9.0, "reason": "rank g/0: no step of its engine"}
@@ -219,7 +219,7 @@ async def test_without_a_gateway_a_group_is_restarted_all_the_same(scene: Scene)
 
 
 async def test_a_crash_loop_ends_with_the_last_words_of_the_rank_that_failed_first(scene: Scene) -> None:
-    crashing = group(process("a", scene.journal), process("b", scene.journal, dies_after_s=LONG_ENOUGH_S))
+    crashing = group(process("a", scene.journal), process("b", scene.journal, dies_once_warm=1))
     with pytest.raises(UnitFailed) as failure:
         await scene.supervise(crashing, work=forever)
     message, *words = str(failure.value).splitlines()
@@ -237,7 +237,7 @@ async def test_while_another_group_serves_one_that_is_given_up_stays_out(scene: 
         await asyncio.sleep(0.5)
 
     good = group(process("b", scene.journal), name="h")
-    await scene.supervise(group(process("a", scene.journal, dies_after_s=LONG_ENOUGH_S)), good, work=watch)
+    await scene.supervise(group(process("a", scene.journal, dies_once_warm=1)), good, work=watch)
     assert scene.journal.entries("stopped") == ["b"]
     assert scene.gateway.orders[-1] == ("g", False, "supervisor")
 
