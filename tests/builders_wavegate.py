@@ -78,13 +78,19 @@ async def running_wavegate(folder: Path, *arguments: str) -> AsyncIterator[Waveg
 
 
 def write_config(
-    folder: Path, groups: Sequence[dict[str, Any]], *, envoy: dict[str, Any] | None = None, **gateway: Any
+    folder: Path,
+    groups: Sequence[dict[str, Any]],
+    *,
+    envoy: dict[str, Any] | None = None,
+    supervision: dict[str, Any] | None = None,
+    **gateway: Any,
 ) -> Any:
     """Write `wavegate.yaml` with these groups on free ports, and return it as data."""
     data = {
         "groups": list(groups),
         "envoy": {"port": free_port(), "admin_port": free_port(), "worker_threads": 1, **(envoy or {})},
         "gateway": {"admin_port": free_port(), "ext_proc_listen": f"127.0.0.1:{free_port()}", **gateway},
+        "supervision": supervision or {},
     }
     (folder / "wavegate.yaml").write_text(yaml.safe_dump(data))
     return data
