@@ -52,12 +52,13 @@ class Admission:
 
     def decide(self, facts: RequestFacts, now_s: float) -> Placed | Refused | Held:
         """Decide about a request that has just arrived, or hold it."""
-        if not self._picker.candidates(facts)[0]:
+        accounts, _ = self._picker.candidates(facts)
+        if not accounts:
             return self._no_rank(facts)
         if not self._waiting.has_room(facts):
             return Refused(429, DropReason.QUEUE_FULL, self._settings.max_hold_s)
         held = self._waiting.enter(facts, now_s)
-        held.uncached_tokens = self._least_uncached(facts, self._ledger.accounts)
+        held.uncached_tokens = self._least_uncached(facts, accounts)
         self.advance(now_s)
         if held.decision is None:
             return held
@@ -116,7 +117,8 @@ class Admission:
         group = gate.group
         if not gate.may_start(now_s):
             return
-        ordered = self._in_order(now_s)
+        pools = self._ledger.pools
+        ordered = [held for held in self._in_order(now_s) if group in pools.of(held.facts.model).groups]
         uncached = {held: self._least_uncached(held.facts, group.accounts) for held in ordered}
         phase_tokens = gate.phase_tokens([(uncached[held], now_s - held.arrived_s) for held in ordered])
         chosen = []
@@ -151,7 +153,8 @@ class Admission:
     def _no_rank(self, facts: RequestFacts) -> Refused:
         """Trying again helps only if ranks for the request exist, but are out of rotation for now."""
         subset = facts.subset
-        exists = any(subset is None or account.rank in subset for account in self._ledger.accounts)
+        ranks = (account.rank for account in self._ledger.pools.of(facts.model).accounts)
+        exists = any(subset is None or rank in subset for rank in ranks)
         return Refused(503, DropReason.NO_RANK, self._settings.max_hold_s if exists else None)
 
     def _place(self, held: Held, pick: Pick, now_s: float) -> None:
@@ -211,4 +214,4 @@ class Admission:
         )
 
     def _least_uncached(self, facts: RequestFacts, accounts: Sequence[RankAccount]) -> int:
-        return facts.prompt_tokens - max(self._ledger.cached_tokens(a, facts) for a in accounts)
+        return facts.prompt_tokens - max(self._ledger.cached_tokens_each(accounts, facts))

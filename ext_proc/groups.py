@@ -29,6 +29,8 @@ class GroupFacts:
     times: StepTimes
     """Prior of its step times."""
     block_tokens: int
+    models: tuple[str, ...] = ()
+    """Names by which clients ask for what it serves, the model's own first; none: it serves any."""
 
 
 class GroupAccount:
@@ -43,14 +45,17 @@ class GroupAccount:
         "accounts",
         "block_tokens",
         "decoding_sequences",
+        "in_rotation",
         "lead",
         "learned_s",
         "lock_step",
         "longest_kv_tokens",
+        "models",
         "name",
         "phase_ended_s",
         "phase_length_s",
         "phase_started_s",
+        "ranks_down",
         "steps",
         "targets",
         "times",
@@ -66,8 +71,12 @@ class GroupAccount:
         self.lock_step = facts.lock_step
         self.times = facts.times
         self.block_tokens = facts.block_tokens
+        self.models = facts.models
         self.targets = targets
         self.accounts: list[RankAccount] = []
+        self.in_rotation = True
+        """Whether it may get new requests, as far as those decide who watch and restart it."""
+        self.ranks_down = 0
         self.lead = TokenLead()
         self.steps = 0.0
         """Steps done so far, by the model of step times; only differences mean something."""
@@ -87,6 +96,11 @@ class GroupAccount:
         self._saturated_since_s: float | None = None
         self._now_s = 0.0
         self._load_at_s = float("-inf")
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it may get requests: a group is one failure domain, so every rank must be up."""
+        return self.ranks_down == 0
 
     @property
     def is_prefilling(self) -> bool:

@@ -12,6 +12,8 @@ from enum import StrEnum
 from ext_proc.accounts import RankAccount
 from ext_proc.groups import GroupAccount, GroupFacts
 from ext_proc.output_lengths import OutputLengths
+from ext_proc.pools import Pools
+from ext_proc.prefix_index import matched_blocks_each
 from ext_proc.settings import LedgerSettings, Targets
 from ext_proc.vocabulary import Rank, RankCounters, RankReport, RankState, RequestFacts
 
@@ -108,7 +110,13 @@ class Ledger:
             self._by_rank[rank] = account
         self.accounts: Sequence[RankAccount] = tuple(self._by_rank.values())
         self.groups: Sequence[GroupAccount] = tuple(groups.values())
-        self._out_of_rotation: set[str] = set()
+        self.pools = Pools(self.groups)
+        self.availability = 0
+        """Changes whenever a group's rotation or health does."""
+        self._foreign_requests = 0
+        """Of all ranks together, by their last reports."""
+        self._matches: tuple[Sequence[int], Sequence[RankAccount], list[int]] | None = None
+        """The last answer of `cached_tokens_each`: prompt blocks, ranks and matched blocks."""
 
     # --- Reservations --------------------------------------------------------------------------------
 
@@ -138,12 +146,14 @@ class Ledger:
 
     def _open(self, reservation: Reservation, now_s: float) -> None:
         account, facts = reservation.account, reservation.facts
-        reservation.uncached_tokens = facts.prompt_tokens - self.cached_tokens(account, facts)
+        (cached_tokens,) = self.cached_tokens_each((account,), facts)
+        reservation.uncached_tokens = facts.prompt_tokens - cached_tokens
         reservation.first_token_step = None
         self.picks += 1
         account.open_one(self.picks, facts.prompt_tokens)
         account.prefills.push(reservation, reservation.uncached_tokens, now_s)
         account.index.add(facts.prompt_blocks)
+        self._matches = None
         account.group.note_phase(now_s)
 
     def _leave(self, reservation: Reservation, now_s: float) -> None:
@@ -169,13 +179,19 @@ class Ledger:
         account = self._by_rank[rank]
         before = account.report
         self._retire_unobserved(account, report)
+        if account.failures_in_a_row >= self._settings.down_after_failures:
+            account.group.ranks_down -= 1
+            self.availability += 1
+        self._foreign_requests -= account.foreign_requests
         account.record_report(report)
+        self._foreign_requests += account.foreign_requests
         if report.counters is None or before is None or before.counters is None:
             return
         if report.counters.is_restart_of(before.counters):
             for lost in account.prefills.clear():
                 self._first_token(lost.owner)
             account.index.clear()
+            self._matches = None
             account.group.note_phase(now_s)
             return
         self._record_progress(account, before.counters, report.counters, before.taken_at_s, now_s)
@@ -197,7 +213,11 @@ class Ledger:
 
     def record_failed_scrape(self, rank: Rank) -> None:
         """Take in that a rank did not answer."""
-        self._by_rank[rank].failures_in_a_row += 1
+        account = self._by_rank[rank]
+        account.failures_in_a_row += 1
+        if account.failures_in_a_row == self._settings.down_after_failures:
+            account.group.ranks_down += 1
+            self.availability += 1
 
     def _record_progress(
         self, account: RankAccount, before: RankCounters, after: RankCounters, since_s: float, now_s: float
@@ -246,10 +266,16 @@ class Ledger:
 
     # --- What can be read off ------------------------------------------------------------------------
 
-    def cached_tokens(self, account: RankAccount, facts: RequestFacts) -> int:
-        """Prompt tokens a rank probably has in its cache; never all, since the last is always computed."""
-        matched = account.index.matched_blocks(facts.prompt_blocks)
-        return max(0, min(matched * self._settings.block_tokens, facts.prompt_tokens - 1))
+    def cached_tokens_each(self, accounts: Sequence[RankAccount], facts: RequestFacts) -> list[int]:
+        """Prompt tokens each rank probably has in its cache; never all, since the last is always computed."""
+        blocks = facts.prompt_blocks
+        if self._matches is not None and self._matches[0] is blocks and self._matches[1] is accounts:
+            matches = self._matches[2]
+        else:
+            matches = matched_blocks_each([account.index for account in accounts], blocks)
+            self._matches = (blocks, accounts, matches)
+        block_tokens, most = self._settings.block_tokens, max(0, facts.prompt_tokens - 1)
+        return [min(matched * block_tokens, most) for matched in matches]
 
     def state(self, account: RankAccount, now_s: float) -> RankState:
         """What can be said about a rank now."""
@@ -261,46 +287,41 @@ class Ledger:
             return RankState.STALE
         return RankState.FRESH
 
-    def is_healthy(self, group: GroupAccount) -> bool:
-        """Whether the group may get requests: a group is one failure domain, so every rank must be up."""
-        limit = self._settings.down_after_failures
-        return all(account.failures_in_a_row < limit for account in group.accounts)
-
-    def set_rotation(self, group: str, in_rotation: bool) -> None:
+    def set_rotation(self, name: str, in_rotation: bool) -> None:
         """Whether the group of this name may get new requests, however healthy it looks."""
-        if in_rotation:
-            self._out_of_rotation.discard(group)
-        else:
-            self._out_of_rotation.add(group)
-
-    def is_in_rotation(self, group: GroupAccount) -> bool:
-        """Whether the group may get new requests, as far as those decide who watch and restart it."""
-        return group.name not in self._out_of_rotation
+        for group in self.groups:
+            if group.name == name:
+                group.in_rotation = in_rotation
+        self.availability += 1
 
     def waiting_since_s(self, account: RankAccount) -> float | None:
         """When the oldest request on a rank came of which nothing has been seen; `None`: there is none."""
         oldest = account.prefills.oldest
         return None if oldest is None else oldest.opened_at_s
 
-    def foreign_requests(self, now_s: float) -> list[float]:
-        """Requests of others expected on each rank, in the order of `accounts`.
+    def foreign_requests(self, accounts: Sequence[RankAccount], now_s: float) -> list[float]:
+        """Requests of others expected on each of these ranks.
 
         A report counts less as it ages and nothing at `stale_after_s`; what it no longer says is filled with
         the mean of what the ranks with a fresh report say. So a rank that is unknown or stale is neither idle
         nor full.
         """
-        trust = [self._trust(account, now_s) for account in self.accounts]
+        if self._foreign_requests == 0:
+            return [0.0] * len(accounts)
+        trust = [self._trust(account, now_s) for account in accounts]
         total_trust = sum(trust)
         if total_trust == 0:
             return [0.0] * len(trust)
-        mean = sum(t * a.foreign_requests for t, a in zip(trust, self.accounts, strict=True)) / total_trust
-        return [t * a.foreign_requests + (1 - t) * mean for t, a in zip(trust, self.accounts, strict=True)]
+        mean = sum(t * a.foreign_requests for t, a in zip(trust, accounts, strict=True)) / total_trust
+        return [t * a.foreign_requests + (1 - t) * mean for t, a in zip(trust, accounts, strict=True)]
 
     def loads(self, now_s: float) -> list[float]:
         """Requests expected on each rank: own reservations, which are exact, and those of others."""
         return [
             account.reservations + foreign
-            for account, foreign in zip(self.accounts, self.foreign_requests(now_s), strict=True)
+            for account, foreign in zip(
+                self.accounts, self.foreign_requests(self.accounts, now_s), strict=True
+            )
         ]
 
     def _trust(self, account: RankAccount, now_s: float) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 
 from ext_proc.accounts import RankAccount
 from ext_proc.ledger import Ledger
@@ -55,59 +56,31 @@ class Picker:
         self._rng = rng
 
     def candidates(self, facts: RequestFacts) -> tuple[Sequence[RankAccount], PickReason]:
-        """The ranks a request may go to, and the reason of a pick among them.
-
-        Those of groups out of rotation are left out; those of groups with a rank that is down too, unless
-        that leaves none.
-        """
-        ledger, subset = self._ledger, facts.subset
-        open_groups = [group for group in ledger.groups if ledger.is_in_rotation(group)]
-        healthy = [group for group in open_groups if ledger.is_healthy(group)]
-        if subset is None and len(healthy) == len(ledger.groups):
-            return ledger.accounts, PickReason.POLICY
-        for groups, reason in ((healthy, PickReason.POLICY), (open_groups, PickReason.NO_HEALTHY_GROUP)):
-            allowed = [
-                account
-                for group in groups
-                for account in group.accounts
-                if subset is None or account.rank in subset
-            ]
-            if allowed:
-                return allowed, reason
-        return [], PickReason.POLICY
+        """The ranks a request may go to, and the reason of a pick among them."""
+        ledger = self._ledger
+        return ledger.pools.of(facts.model).candidates(facts.subset, ledger.availability)
 
     def pick(
         self, facts: RequestFacts, now_s: float, readiness: Readinesses | None = None
     ) -> Pick | Busy | None:
         """The ranks for a request, best first; `None` if there is none or all are closed to it.
 
-        Equal costs go to the rank picked longest ago. The second choice is in another group where there is
-        one: when the first choice cannot be reached, its group is the likely reason.
+        Equal costs go to the rank picked longest ago.
         """
         view, reason = self._view(facts, now_s)
         if not view.accounts:
             return None
-        ranked = sorted(
-            zip(self.policy.costs(view), view.accounts, view.cached_tokens, strict=True),
-            key=lambda entry: (entry[0], entry[1].pick_sequence),
-        )
-        first = 0
-        while readiness is not None:
-            if first == len(ranked):
-                return None
-            _, account, cached = ranked[first]
-            state = readiness(account, facts.prompt_tokens - cached)
+        costs = self.policy.costs(view)
+        for position in _in_order(costs, view.accounts):
+            account = view.accounts[position]
+            state = Readiness.READY
+            if readiness is not None:
+                state = readiness(account, facts.prompt_tokens - view.cached_tokens[position])
             if state is Readiness.READY:
-                break
+                return Pick(self._with_alternatives(position, costs, view.accounts), reason)
             if state is Readiness.BUSY:
                 return Busy(account)
-            first += 1
-        order = [account.rank for _, account, _ in ranked]
-        order.insert(0, order.pop(first))
-        elsewhere = next((i for i, rank in enumerate(order) if rank.group != order[0].group), None)
-        if elsewhere is not None:
-            order.insert(1, order.pop(elsewhere))
-        return Pick(tuple(order[: self._pick_list_length]), reason)
+        return None
 
     def explain(self, facts: RequestFacts, now_s: float, readiness: Readinesses | None = None) -> Explanation:
         """What `pick` would say, and why."""
@@ -123,18 +96,54 @@ class Picker:
     def _view(self, facts: RequestFacts, now_s: float) -> tuple[PickView, PickReason]:
         ledger = self._ledger
         accounts, reason = self.candidates(facts)
-        foreign = ledger.foreign_requests(now_s)
-        if accounts is not ledger.accounts:
-            by_account = dict(zip(ledger.accounts, foreign, strict=True))
-            foreign = [by_account[account] for account in accounts]
         view = PickView(
             facts=facts,
             now_s=now_s,
             accounts=accounts,
-            foreign_requests=foreign,
-            cached_tokens=[ledger.cached_tokens(account, facts) for account in accounts],
+            foreign_requests=ledger.foreign_requests(accounts, now_s),
+            cached_tokens=ledger.cached_tokens_each(accounts, facts),
             expected_output_tokens=ledger.output_lengths.expected(facts),
             pick_number=ledger.picks,
             rng=self._rng,
         )
         return view, reason
+
+    def _with_alternatives(
+        self, first: int, costs: Sequence[float], accounts: Sequence[RankAccount]
+    ) -> tuple[Rank, ...]:
+        """The rank at `first` and the cheapest of the others, but for those that cost infinitely much.
+
+        The second choice is in another group where there is one: when the first choice cannot be reached, its
+        group is the likely reason.
+        """
+        chosen = [first]
+        left = list(costs)
+        group = accounts[first].group
+        while len(chosen) < min(self._pick_list_length, len(accounts)):
+            left[chosen[-1]] = inf
+            among = left
+            if len(chosen) == 1:
+                elsewhere = [c if a.group is not group else inf for c, a in zip(left, accounts, strict=True)]
+                among = elsewhere if min(elsewhere) < inf else left
+            if min(among) == inf:
+                break
+            chosen.append(_cheapest(among, accounts))
+        return tuple(accounts[position].rank for position in chosen)
+
+
+def _in_order(costs: Sequence[float], accounts: Sequence[RankAccount]) -> Iterator[int]:
+    """Positions of the ranks, the cheapest first. They are sorted only if somebody asks for a second."""
+    first = _cheapest(costs, accounts)
+    yield first
+    for _, _, position in sorted(
+        zip(costs, (a.pick_sequence for a in accounts), range(len(costs)), strict=True)
+    ):
+        if position != first:
+            yield position
+
+
+def _cheapest(costs: Sequence[float], accounts: Sequence[RankAccount]) -> int:
+    """Position of the cheapest rank; of equals, the one picked longest ago."""
+    least = min(costs)
+    equals = [position for position, cost in enumerate(costs) if cost == least]
+    return min(equals, key=lambda position: accounts[position].pick_sequence)

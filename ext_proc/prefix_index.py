@@ -84,3 +84,31 @@ class PrefixIndex:
     def memory_bytes(self) -> int:
         """Memory the index occupies."""
         return sys.getsizeof(self._young) + sys.getsizeof(self._old) + BYTES_PER_HASH * len(self)
+
+
+def matched_blocks_each(indexes: Iterable[PrefixIndex], block_hashes: Sequence[int]) -> list[int]:
+    """`matched_blocks` of each index.
+
+    Where many ranks hold something of a prompt, it mostly is the same system prompt: so the last answer is
+    tried before the search.
+    """
+    if not block_hashes:
+        return [0 for _ in indexes]
+    first, count = block_hashes[0], len(block_hashes)
+    guess, last, beyond = 0, first, first
+    matches = []
+    for index in indexes:
+        young, old = index._young, index._old
+        if first not in young and first not in old:
+            matches.append(0)
+        elif (
+            guess
+            and (last in young or last in old)
+            and (guess == count or (beyond not in young and beyond not in old))
+        ):
+            matches.append(guess)
+        else:
+            guess = index.matched_blocks(block_hashes)
+            last, beyond = block_hashes[guess - 1], block_hashes[min(guess, count - 1)]
+            matches.append(guess)
+    return matches

@@ -29,7 +29,7 @@ def status(config: Config, ledger: Ledger, now_s: float) -> dict[str, Any]:
             {
                 "name": group.name,
                 "engine": engines[group.name],
-                "healthy": ledger.is_healthy(group) and ledger.is_in_rotation(group),
+                "healthy": group.is_healthy and group.in_rotation,
                 "lock_step": group.lock_step,
                 "decode_step_ms": round(group.decode_step_s * 1e3, 2),
                 "prefill_step_ms": round(group.prefill_step_s * 1e3, 2),

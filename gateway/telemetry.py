@@ -130,7 +130,7 @@ class _LedgerCollector(Collector):
                 report_age.add_metric(name, now_s - account.report.taken_at_s)
             states[self._ledger.state(account, now_s)] += 1
         for group in self._ledger.groups:
-            serves = self._ledger.is_healthy(group) and self._ledger.is_in_rotation(group)
+            serves = group.is_healthy and group.in_rotation
             healthy.add_metric([group.name], float(serves))
         ranks = GaugeMetricFamily("wavegate_ranks", "Ranks by state of their reports.", labels=["state"])
         for state in RankState:

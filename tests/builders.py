@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ext_proc.admission import Admission
 from ext_proc.groups import GroupFacts
@@ -37,6 +37,7 @@ def group(name: str, size: int) -> list[Rank]:
 def request(
     *,
     request_id: str = "r",
+    model: str | None = "m",
     prompt_tokens: int = 100,
     max_tokens: int | None = 16,
     blocks: Sequence[int] = (),
@@ -47,7 +48,7 @@ def request(
     return RequestFacts(
         kind=CallKind.CHAT,
         request_id=request_id,
-        model="m",
+        model=model,
         prompt_chars=prompt_tokens * 4,
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,
@@ -86,14 +87,19 @@ def pool(
     reported_at_s: float | None = 0.0,
     lock_step: bool = True,
     targets: Targets | None = None,
+    models: Mapping[str, Sequence[str]] | None = None,
 ) -> Ledger:
-    """A ledger over `ranks`, each idle by a report of `reported_at_s` (None: never reported)."""
+    """A ledger over `ranks`, each idle by a report of `reported_at_s` (None: never reported).
+
+    `models`: names by which clients ask for what each group serves.
+    """
     facts = {
         name: GroupFacts(
             name=name,
             lock_step=lock_step,
             times=StepTimes(COSTS, BUDGET_TOKENS, budget_is_known=True),
             block_tokens=BLOCK_TOKENS,
+            models=tuple((models or {}).get(name, ())),
         )
         for name in {one.group for one in ranks}
     }

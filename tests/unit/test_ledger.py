@@ -87,12 +87,12 @@ def test_a_rank_never_scraped_is_neither_idle_nor_full() -> None:
 def test_repeated_failures_take_a_rank_down_and_one_answer_brings_it_back() -> None:
     ledger = pool([rank(0)])
     for _ in range(DOWN_AFTER_FAILURES):
-        assert ledger.is_healthy(ledger.groups[0])
+        assert ledger.groups[0].is_healthy
         ledger.record_failed_scrape(rank(0))
     assert ledger.state(ledger.accounts[0], 0.0) is RankState.DOWN
-    assert not ledger.is_healthy(ledger.groups[0])
+    assert not ledger.groups[0].is_healthy
     ledger.record_report(rank(0), report(0.1))
-    assert ledger.is_healthy(ledger.groups[0])
+    assert ledger.groups[0].is_healthy
 
 
 def test_a_request_served_by_another_rank_counts_there() -> None:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ext_proc.decision import Decision, DropReason, Placed, Refused
 from ext_proc.ledger import Ledger, Outcome
+from ext_proc.picker import Busy, Picker, Readiness
+from ext_proc.policy import PickView
 from ext_proc.vocabulary import Pick, PickReason, Rank, RequestFacts, Subset
-from tests.builders import DOWN_AFTER_FAILURES, balancer, group, picker, pool, rank, report, request
+from tests.builders import (
+    DOWN_AFTER_FAILURES,
+    balancer,
+    group,
+    picker,
+    pool,
+    rank,
+    report,
+    request,
+)
 
 
 def must_pick(ledger: Ledger, facts: RequestFacts | None = None, *, pick_list_length: int = 3) -> Pick:
@@ -128,3 +144,74 @@ def test_a_request_that_may_go_nowhere_is_refused_and_reserves_nothing() -> None
 def test_an_address_in_a_subset_stands_for_all_its_ports() -> None:
     ranks = [Rank("g0", 0, "[::1]:8000"), Rank("g0", 1, "[::1]:8001"), Rank("g0", 2, "10.0.0.1:8000")]
     assert set(must_pick(pool(ranks), only(addresses=["::1"])).ranks) == set(ranks[:2])
+
+
+class Priced:
+    """A policy that costs what a test says."""
+
+    name = "priced"
+    holds = False
+
+    def __init__(self, *costs: float) -> None:
+        self._costs = costs
+
+    def costs(self, view: PickView) -> Sequence[float]:
+        return self._costs
+
+    def explain(self, view: PickView) -> Sequence[dict[str, float]]:
+        return [{"price": cost} for cost in self._costs]
+
+
+def priced(*costs: float, among: Sequence[Rank] = (), pick_list_length: int = 8) -> Picker:
+    """A picker over as many ranks as there are costs."""
+    ledger = pool(among or group("g0", len(costs)))
+    return Picker(ledger, Priced(*costs), pick_list_length=pick_list_length, rng=random.Random(0))
+
+
+def indexes(pick: Pick | Busy | None) -> list[int]:
+    assert isinstance(pick, Pick)
+    return [one.index for one in pick.ranks]
+
+
+def test_alternatives_are_in_order_of_cost() -> None:
+    assert indexes(priced(3.0, 1.0, 2.0, 1.5).pick(request(), 0.0)) == [1, 3, 2, 0]
+
+
+def test_what_costs_infinitely_much_is_no_alternative() -> None:
+    assert indexes(priced(math.inf, 1.0, math.inf).pick(request(), 0.0)) == [1]
+    assert len(indexes(priced(math.inf, math.inf).pick(request(), 0.0))) == 1
+
+
+def test_the_first_ready_rank_in_order_of_cost_is_picked_and_a_busy_one_waited_for() -> None:
+    states = {0: Readiness.CLOSED, 1: Readiness.CLOSED, 2: Readiness.READY, 3: Readiness.BUSY}
+    pick = priced(1.0, 2.0, 3.0, 4.0).pick(request(), 0.0, lambda account, _: states[account.rank.index])
+    assert indexes(pick) == [2, 0, 1, 3]
+    busy = priced(1.0, 4.0, 3.0, 2.0).pick(request(), 0.0, lambda account, _: states[account.rank.index])
+    assert isinstance(busy, Busy)
+    assert busy.account.rank.index == 3
+    assert priced(1.0, 2.0).pick(request(), 0.0, lambda account, _: states[account.rank.index]) is None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1.0, 2.0, 3.0]), st.sampled_from("abc")), min_size=1, max_size=12),
+    st.integers(1, 8),
+)
+def test_a_pick_names_the_cheapest_then_the_cheapest_elsewhere_then_the_rest_in_order(
+    ranks: list[tuple[float, str]], length: int
+) -> None:
+    members = [rank(index, group=name) for index, (_, name) in enumerate(sorted(ranks, key=lambda r: r[1]))]
+    costs = [cost for cost, _ in sorted(ranks, key=lambda r: r[1])]
+    pick = priced(*costs, among=members, pick_list_length=length).pick(request(), 0.0)
+    assert isinstance(pick, Pick)
+    cost_of = dict(zip(members, costs, strict=True))
+    first, *others = pick.ranks
+    assert len(set(pick.ranks)) == len(pick.ranks) == min(length, len(members))
+    assert cost_of[first] == min(costs)
+    elsewhere = [cost_of[one] for one in members if one.group != first.group]
+    if others and elsewhere:
+        assert others[0].group != first.group
+        assert cost_of[others.pop(0)] == min(elsewhere)
+    left = sorted(cost_of[one] for one in members if one not in pick.ranks)
+    named = [cost_of[one] for one in others]
+    assert named == sorted(named)
+    assert not (named and left) or named[-1] <= left[0]

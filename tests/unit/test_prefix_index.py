@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ext_proc.prefix_index import PrefixIndex
+from ext_proc.prefix_index import PrefixIndex, matched_blocks_each
 
 
 def test_a_prompt_is_found_as_far_as_it_agrees() -> None:
@@ -96,3 +96,22 @@ def test_a_block_takes_at_most_a_hundred_bytes(bound: int) -> None:
 def test_too_small_a_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2"):
         PrefixIndex(1)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=6),
+    st.lists(st.integers(0, 2), max_size=8),
+)
+def test_many_indexes_are_asked_at_once_with_the_same_answer(
+    added: list[list[int]], asked: list[int]
+) -> None:
+    def chained(prompt: list[int]) -> list[int]:
+        return [hash(tuple(prompt[: n + 1])) for n in range(len(prompt))]
+
+    indexes = []
+    for prompt in added:
+        index = PrefixIndex(16)
+        index.add(chained(prompt))
+        indexes.append(index)
+    blocks = chained(asked)
+    assert matched_blocks_each(indexes, blocks) == [index.matched_blocks(blocks) for index in indexes]
