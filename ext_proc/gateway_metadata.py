@@ -11,12 +11,8 @@ from collections.abc import Iterable, Iterator
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from google.protobuf.struct_pb2 import Value
 
+from ext_proc.protocol_names import LB_NAMESPACE, SERVED_KEY, SUBSET_KEY, SUBSET_NAMESPACE
 from ext_proc.vocabulary import Subset
-
-SUBSET_NAMESPACE = "envoy.lb.subset_hint"
-SUBSET_KEY = "x-gateway-destination-endpoint-subset"
-LB_NAMESPACE = "envoy.lb"
-SERVED_KEY = "x-gateway-destination-endpoint-served"
 
 
 def subset_hint(message: ProcessingRequest) -> Subset | None:

@@ -15,7 +15,8 @@ from ext_proc import messages
 from ext_proc.body_modes import BUFFERED, NONE, STREAMED
 from ext_proc.facts import facts_without_body, read_facts, read_facts_of_prefix
 from ext_proc.protocol import Step
-from ext_proc.request_head import DESTINATION_HEADER, REQUEST_ID_HEADER, RequestHead, head_of_headers
+from ext_proc.protocol_names import DESTINATION
+from ext_proc.request_head import REQUEST_ID_HEADER, RequestHead, head_of_headers
 from ext_proc.vocabulary import RequestFacts
 
 
@@ -76,7 +77,7 @@ class HeadersFirst:
             messages.headers_changed(
                 "request_headers",
                 overwrite=self._new_headers,
-                remove=(DESTINATION_HEADER, *head.control_headers),
+                remove=(DESTINATION, *head.control_headers),
             ),
         )
 

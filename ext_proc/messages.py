@@ -19,10 +19,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     TrailersResponse,
 )
 
-LB_METADATA_NAMESPACE = "envoy.lb"
-"""Namespace of the dynamic metadata that Envoy's override_host policy reads."""
-DESTINATION_KEY = "x-gateway-destination-endpoint"
-"""Key of the picked endpoints, in dynamic metadata and as a header: the endpoint-picker protocol's name."""
+from ext_proc.protocol_names import DESTINATION, LB_NAMESPACE
+
 MAX_CHUNK_BYTES = 62_000
 """Largest piece of a streamed body: some Envoys take no more than 64 KiB."""
 
@@ -60,7 +58,7 @@ def routed_with_header(endpoints: tuple[str, ...]) -> bytes:
     reply = ProcessingResponse(request_body=BodyResponse())
     common = reply.request_body.response
     common.clear_route_cache = True
-    _set(common.header_mutation, {DESTINATION_KEY: ",".join(endpoints)})
+    _set(common.header_mutation, {DESTINATION: ",".join(endpoints)})
     _put_destination(reply, endpoints)
     return _serialized(reply)
 
@@ -80,7 +78,7 @@ def headers_routed(
     reply = ProcessingResponse(request_headers=HeadersResponse())
     common = reply.request_headers.response
     common.clear_route_cache = True
-    _set(common.header_mutation, {DESTINATION_KEY: ",".join(endpoints), **overwrite})
+    _set(common.header_mutation, {DESTINATION: ",".join(endpoints), **overwrite})
     common.header_mutation.remove_headers.extend(remove)
     _put_destination(reply, endpoints)
     return _serialized(reply)
@@ -128,8 +126,8 @@ def _set(mutation: HeaderMutation, headers: Mapping[str, str]) -> None:
 
 
 def _put_destination(reply: ProcessingResponse, endpoints: Sequence[str]) -> None:
-    namespace = reply.dynamic_metadata.fields[LB_METADATA_NAMESPACE].struct_value
-    namespace.fields[DESTINATION_KEY].string_value = ",".join(endpoints)
+    namespace = reply.dynamic_metadata.fields[LB_NAMESPACE].struct_value
+    namespace.fields[DESTINATION].string_value = ",".join(endpoints)
 
 
 def _serialized(reply: ProcessingResponse) -> bytes:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpHeaders, ProcessingRequest
 
-DESTINATION_HEADER = "x-gateway-destination-endpoint"
 REQUEST_ID_HEADER = "x-request-id"
 TEST_SELECTION_HEADER = "test-epp-endpoint-selection"
 

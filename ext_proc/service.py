@@ -22,14 +22,12 @@ from ext_proc.exchange import Exchange
 from ext_proc.health import SERVICE_NAME, Health
 from ext_proc.ledger import Outcome
 from ext_proc.protocol import CollectedBodies, ProtocolSettings
+from ext_proc.protocol_names import STREAM_END_METADATA
 from ext_proc.usage import Usage
 from ext_proc.vocabulary import Rank
 
 MESSAGE_OVERHEAD_BYTES = 1 << 20
 """Room for attributes and metadata beside the largest body in one gRPC message."""
-
-STREAM_END_METADATA = ("x-wavegate-stream-ends-with", "response")
-"""gRPC metadata by which a gateway's configuration promises that no stream ends before its response."""
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 

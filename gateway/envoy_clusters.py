@@ -5,6 +5,7 @@ Must never touch listeners or routes.
 
 from __future__ import annotations
 
+from ext_proc.protocol_names import DESTINATION, LB_NAMESPACE
 from gateway.config import Config
 from gateway.config_types import split_endpoint
 from gateway.envoy_types import Json, duration, ip_address, typed
@@ -12,11 +13,8 @@ from gateway.envoy_types import Json, duration, ip_address, typed
 RANKS_CLUSTER = "ranks"
 EXT_PROC_CLUSTER = "ext_proc"
 
-PICK_NAMESPACE = "envoy.lb"
-"""Namespace of the dynamic metadata that carries the pick, and of the endpoints' own metadata."""
-PICK_KEY = "x-gateway-destination-endpoint"
 RANK_KEY = "rank"
-"""Key of a rank's name in its endpoint's metadata."""
+"""Key of a rank's name in its endpoint's metadata, in `LB_NAMESPACE`."""
 
 RANK_IDLE_TIMEOUT_S = 3.0
 """vLLM closes a connection 5 s after its last answer (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A request sent on a
@@ -51,7 +49,7 @@ def ranks_cluster(config: Config) -> dict[str, Json]:
         "load_balancing_policy": _policy(
             "override_host",
             "OverrideHost",
-            override_host_sources=[{"metadata": {"key": PICK_NAMESPACE, "path": [{"key": PICK_KEY}]}}],
+            override_host_sources=[{"metadata": {"key": LB_NAMESPACE, "path": [{"key": DESTINATION}]}}],
             fallback_policy=_policy("least_request", "LeastRequest"),
         ),
         "typed_extension_protocol_options": {
@@ -69,7 +67,7 @@ def ranks_cluster(config: Config) -> dict[str, Json]:
                     "lb_endpoints": [
                         {
                             "endpoint": {"address": ip_address(*split_endpoint(rank.endpoint))},
-                            "metadata": {"filter_metadata": {PICK_NAMESPACE: {RANK_KEY: rank.name}}},
+                            "metadata": {"filter_metadata": {LB_NAMESPACE: {RANK_KEY: rank.name}}},
                         }
                         for rank in config.ranks()
                     ]

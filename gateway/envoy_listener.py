@@ -5,8 +5,9 @@ Must never know about single ranks: those are the clusters' matter.
 
 from __future__ import annotations
 
+from ext_proc.protocol_names import DESTINATION, LB_NAMESPACE
 from gateway.config import EnvoySection
-from gateway.envoy_clusters import EXT_PROC_CLUSTER, PICK_KEY, PICK_NAMESPACE, RANK_KEY, RANKS_CLUSTER
+from gateway.envoy_clusters import EXT_PROC_CLUSTER, RANK_KEY, RANKS_CLUSTER
 from gateway.envoy_types import Json, duration, ip_address, typed
 
 RANK_HEADER = "x-wavegate-rank"
@@ -19,7 +20,7 @@ REQUEST_TIMEOUT_S = 300.0
 """How long a client may take to send a whole request: bounds the bodies that are held for slow senders."""
 
 _FILTERS = "envoy.extensions.filters"
-_RANK = f"%UPSTREAM_METADATA({PICK_NAMESPACE}:{RANK_KEY})%"
+_RANK = f"%UPSTREAM_METADATA({LB_NAMESPACE}:{RANK_KEY})%"
 
 _SOCKET_KEEPALIVE: list[Json] = [
     {"level": level, "name": name, "int_value": value, "state": "STATE_PREBIND"}
@@ -85,7 +86,7 @@ def _route(envoy: EnvoySection) -> dict[str, Json]:
             "retry_policy": _retry_policy(envoy.retries),
         },
         # vLLM takes the first as an index local to the server: anything but 0 is a 400 in external mode.
-        "request_headers_to_remove": ["x-data-parallel-rank", PICK_KEY],
+        "request_headers_to_remove": ["x-data-parallel-rank", DESTINATION],
         "response_headers_to_add": [
             {
                 "header": {"key": RANK_HEADER, "value": _RANK},
@@ -135,7 +136,7 @@ def _ext_proc_filter(envoy: EnvoySection) -> dict[str, Json]:
                 "response_trailer_mode": "SKIP",
             },
             request_attributes=["request.path", "request.id"],
-            metadata_options={"receiving_namespaces": {"untyped": [PICK_NAMESPACE]}},
+            metadata_options={"receiving_namespaces": {"untyped": [LB_NAMESPACE]}},
         ),
     }
 
@@ -221,7 +222,7 @@ def _access_log(envoy: EnvoySection) -> dict[str, Json]:
                     "flags": "%RESPONSE_FLAGS%",
                     "rank": _RANK,
                     # Null: nobody picked (no body, or no gateway), the fallback policy chose.
-                    "picked": f"%DYNAMIC_METADATA({PICK_NAMESPACE}:{PICK_KEY})%",
+                    "picked": f"%DYNAMIC_METADATA({LB_NAMESPACE}:{DESTINATION})%",
                     "attempts": "%UPSTREAM_REQUEST_ATTEMPT_COUNT%",
                     "first_byte_ms": "%RESPONSE_DURATION%",
                     "duration_ms": "%DURATION%",

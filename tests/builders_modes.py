@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ext_proc.service import STREAM_END_METADATA
+from ext_proc.protocol_names import STREAM_END_METADATA
 from gateway.envoy_types import typed
 
 SKIP, SEND = "SKIP", "SEND"

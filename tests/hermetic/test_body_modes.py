@@ -21,7 +21,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 
 from ext_proc.decision import Decider, Decision
 from ext_proc.ledger import Ledger
-from ext_proc.service import STREAM_END_METADATA
+from ext_proc.protocol_names import STREAM_END_METADATA
 from ext_proc.vocabulary import RequestFacts
 from tests.builders import balancer, pool, report
 from tests.builders_protocol import (

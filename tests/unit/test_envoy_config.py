@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ext_proc import messages
 from gateway.config import Config
-from gateway.envoy_clusters import PICK_KEY, PICK_NAMESPACE, RANK_IDLE_TIMEOUT_S
+from gateway.envoy_clusters import RANK_IDLE_TIMEOUT_S
 from gateway.envoy_config import render, to_yaml
 from gateway.envoy_process import EnvoyError, command, locate, validate
 from gateway.envoy_types import duration
@@ -54,10 +53,6 @@ def test_ranks_of_all_groups_are_endpoints_that_know_their_names() -> None:
         "g1/0": {"address": "10.0.0.1", "port_value": 8000},
         "g1/1": {"address": "fd00::1", "port_value": 8000},
     }
-
-
-def test_the_pick_is_read_from_where_ext_proc_writes_it() -> None:
-    assert (PICK_NAMESPACE, PICK_KEY) == (messages.LB_METADATA_NAMESPACE, messages.DESTINATION_KEY)
 
 
 def test_streams_have_no_time_limit() -> None:
