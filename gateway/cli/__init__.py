@@ -17,6 +17,7 @@ SUB_COMMANDS: dict[str, str] = {
     "demo": "Start a small pool of embedded ranks behind Envoy, drive it with the openai client, show it.",
     "up": "Start and supervise what a configuration asks for: ranks, gateway and Envoy, on this machine.",
     "ranks": "Start and supervise the ranks of one machine alone, or print the commands for it (--dry-run).",
+    "doctor": "Check this machine before a launch: vLLM, GPUs, model, ports, limits, Envoy.",
     "gateway": "Run the gateway alone: the ext_proc service that Envoy asks, and the admin API.",
     "envoy": "Run Envoy alone, and drain it before it stops.",
     "rank": "Run one rank of the embedded engine (development and evaluation; production is vllm serve).",
