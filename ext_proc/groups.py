@@ -44,7 +44,9 @@ class GroupAccount:
         "_saturated_since_s",
         "accounts",
         "block_tokens",
+        "decode_step_s",
         "decoding_sequences",
+        "guesses",
         "in_rotation",
         "lead",
         "learned_s",
@@ -55,6 +57,8 @@ class GroupAccount:
         "phase_ended_s",
         "phase_length_s",
         "phase_started_s",
+        "prefill_step_s",
+        "prefill_tokens_per_s",
         "ranks_down",
         "steps",
         "targets",
@@ -63,6 +67,8 @@ class GroupAccount:
 
     LOAD_REFRESH_S = 0.05
     """How long the loads that step times depend on are used before they are looked at again."""
+    LEARN_EVERY_S = 0.05
+    """Steps are learned from so often; all ranks report the same ones."""
     RECENT_S = 5.0
     """How far back the share of time spent on prefill reaches: about as long as a request decodes."""
 
@@ -89,6 +95,8 @@ class GroupAccount:
         self.phase_ended_s = float("-inf")
         self.phase_length_s = 0.0
         """Length of the phase that ended last."""
+        self.guesses = 0
+        """Open reservations whose first token was assumed, not reported: they may still prefill."""
         self.learned_s = float("-inf")
         """When a step of this group was last learned from."""
         self._disturbed_s = float("-inf")
@@ -96,6 +104,13 @@ class GroupAccount:
         self._saturated_since_s: float | None = None
         self._now_s = 0.0
         self._load_at_s = float("-inf")
+        self.decode_step_s = 0.0
+        """A step while nobody prefills."""
+        self.prefill_step_s = 0.0
+        """A step while somebody computes full chunks of prompts."""
+        self.prefill_tokens_per_s = 0.0
+        """Prompt tokens a rank computes in a second while it prefills."""
+        self._refresh_steps()
 
     @property
     def is_healthy(self) -> bool:
@@ -112,21 +127,6 @@ class GroupAccount:
         """The mean step, if the group goes on to prefill as much of the time as it lately did."""
         share = self._prefill_share
         return 1.0 / (share / self.prefill_step_s + (1.0 - share) / self.decode_step_s)
-
-    @property
-    def decode_step_s(self) -> float:
-        """A step of this group while nobody prefills."""
-        return self.times.decode_step_s(self.decoding_sequences, self.longest_kv_tokens)
-
-    @property
-    def prefill_step_s(self) -> float:
-        """A step of this group while somebody computes full chunks of prompts."""
-        return self.times.prefill_step_s(self.decoding_sequences, self.longest_kv_tokens)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens a rank computes in a second while it prefills."""
-        return self.times.budget_tokens / self.prefill_step_s
 
     def longest_prefill_tokens(self, now_s: float) -> float:
         """Prompt tokens ahead of the rank that has most: when it is done, the phase ends."""
@@ -172,7 +172,7 @@ class GroupAccount:
         The mean time between tokens is the step time, if the group did one thing all along.
         """
         tokens = after.inter_token_count - before.inter_token_count
-        if tokens <= 0:
+        if tokens <= 0 or now_s < self.learned_s + self.LEARN_EVERY_S:
             return
         step_s = (after.inter_token_sum_s - before.inter_token_sum_s) / tokens
         if step_s <= 0:
@@ -180,15 +180,24 @@ class GroupAccount:
         load = (self.decoding_sequences, self.longest_kv_tokens)
         if self._is_disturbed():
             self._disturbed_s = now_s
-        if self._disturbed_s < since_s:
+        only_decoded = self._disturbed_s < since_s and self._sees_all()
+        # Whatever is believed to go on, nothing but decoding makes a step that short.
+        if only_decoded or step_s < self.decode_step_s:
             self.times.observe_decode_step(step_s, *load)
             self.learned_s = now_s
+            self._refresh_steps()
         elif self._saturated_since_s is not None and self._saturated_since_s < since_s:
             self.times.observe_prefill_step(step_s, *load)
+            self._refresh_steps()
 
     def learn_prefill(self, tokens: int, duration_s: float) -> None:
         """Learn from a prefill that a rank began when it had nothing else ahead, or right after another."""
         self.times.observe_prefill(tokens, duration_s, self.decoding_sequences, self.longest_kv_tokens)
+        self._refresh_steps()
+
+    def _sees_all(self) -> bool:
+        """Whether nothing may prefill without being known here."""
+        return self.guesses == 0 and not any(account.foreign_requests for account in self.accounts)
 
     def _is_disturbed(self) -> bool:
         """Whether prefill is under way that makes steps noticeably longer than those that only decode."""
@@ -199,8 +208,16 @@ class GroupAccount:
         self._load_at_s = now_s
         self.decoding_sequences = max(account.decoding_sequences for account in self.accounts)
         self.longest_kv_tokens = max(account.resident_kv_tokens(self.steps) for account in self.accounts)
+        self._refresh_steps()
         full_chunks = self.is_prefilling and self.longest_prefill_tokens(now_s) > self.times.budget_tokens
         if not full_chunks:
             self._saturated_since_s = None
         elif self._saturated_since_s is None:
             self._saturated_since_s = now_s
+
+    def _refresh_steps(self) -> None:
+        """Work out what follows from step times and load: to be called when one of the two has changed."""
+        load = (self.decoding_sequences, self.longest_kv_tokens)
+        self.decode_step_s = self.times.decode_step_s(*load)
+        self.prefill_step_s = self.times.prefill_step_s(*load)
+        self.prefill_tokens_per_s = self.times.budget_tokens / self.prefill_step_s

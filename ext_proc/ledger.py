@@ -44,6 +44,7 @@ class Reservation:
         "account",
         "facts",
         "first_token_step",
+        "is_guess",
         "opened_at_s",
         "outcome",
         "uncached_tokens",
@@ -58,6 +59,8 @@ class Reservation:
         self.opened_at_s = now_s
         self.first_token_step: float | None = None
         """The group's step count when the request began to decode; `None` before that."""
+        self.is_guess = False
+        """Whether that was assumed, not reported."""
         self.outcome: Outcome | None = None
         """`None` while the reservation is open."""
 
@@ -168,6 +171,7 @@ class Ledger:
             group.note_phase(now_s)
         else:
             account.stop_decoding(facts.n, reservation.first_token_step)
+            group.guesses -= reservation.is_guess
         account.close_one(facts.prompt_tokens)
 
     # --- Reports -------------------------------------------------------------------------------------
@@ -189,7 +193,7 @@ class Ledger:
             return
         if report.counters.is_restart_of(before.counters):
             for lost in account.prefills.clear():
-                self._first_token(lost.owner)
+                self._first_token(lost.owner, is_guess=True)
             account.index.clear()
             self._matches = None
             account.group.note_phase(now_s)
@@ -237,8 +241,10 @@ class Ledger:
         if first_tokens:
             group.note_phase(now_s)
 
-    def _first_token(self, reservation: Reservation) -> None:
+    def _first_token(self, reservation: Reservation, *, is_guess: bool = False) -> None:
         group = reservation.account.group
+        reservation.is_guess = is_guess
+        group.guesses += is_guess
         reservation.first_token_step = group.steps
         reservation.account.start_decoding(reservation.facts.n, group.steps)
 
@@ -261,7 +267,7 @@ class Ledger:
             # The whole prompt: it may not have been in the rank's cache after all.
             expected_s = prefill.owner.facts.prompt_tokens / account.group.prefill_tokens_per_s
             if elapsed_s > LATE_FACTOR * expected_s + LATE_GRACE_S:
-                self._first_token(account.prefills.assume_head_done(now_s).owner)
+                self._first_token(account.prefills.assume_head_done(now_s).owner, is_guess=True)
                 account.group.note_phase(now_s)
 
     # --- What can be read off ------------------------------------------------------------------------

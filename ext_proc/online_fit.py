@@ -15,7 +15,7 @@ PRIOR_OBSERVATIONS = 2.0
 """How many observations of the first input alone the prior is worth."""
 OUTLIER_RATIO = 0.5
 """Observations further than this share from the prediction are pulled in to it."""
-MOST_OUTLIERS = 3
+MOST_OUTLIERS = 4
 """So many outliers in a row on one side are believed, and what came before them is soon forgotten."""
 AFTER_CHANGE = 0.7
 """Weight that earlier observations keep with each one then."""

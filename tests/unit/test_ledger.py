@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ext_proc.decision import Placed
-from ext_proc.ledger import Outcome, Reservation
+from ext_proc.ledger import Ledger, Outcome, Reservation
 from ext_proc.vocabulary import RankState
 from tests.builders import DOWN_AFTER_FAILURES, STALE_AFTER_S, balancer, group, pool, rank, report, request
 
@@ -207,3 +209,42 @@ class LedgerUnderAnyInterleaving(RuleBasedStateMachine):
 
 
 TestLedgerUnderAnyInterleaving = LedgerUnderAnyInterleaving.TestCase
+
+
+def steps_reported(ledger: Ledger, step_s: float, *, from_s: float, count: int) -> None:
+    """`count` reports of rank 0, 0.1 s apart, between which its requests got tokens at this pace."""
+    before = ledger.accounts[0].report
+    assert before is not None
+    assert before.counters is not None
+    said = before.counters
+    for n in range(count):
+        said = replace(
+            said,
+            inter_token_sum_s=said.inter_token_sum_s + step_s,
+            inter_token_count=said.inter_token_count + 1,
+        )
+        ledger.record_report(rank(0), report(from_s + 0.1 * n, counters=said))
+
+
+def test_steps_are_learned_while_nobody_prefills() -> None:
+    ledger = pool([rank(0)])
+    steps_reported(ledger, 0.05, from_s=1.0, count=30)
+    assert ledger.groups[0].decode_step_s == pytest.approx(0.05, rel=0.1)
+
+
+def test_steps_are_not_mistaken_for_decoding_while_a_first_token_is_only_guessed() -> None:
+    """A prefill that takes far longer than it should is taken for done, though it may still be under way."""
+    ledger = pool([rank(0)])
+    before_s = ledger.groups[0].decode_step_s
+    ledger.reserve(rank(0), request(prompt_tokens=1000), 0.5)
+    ledger.assume_progress(5.0)
+    assert not ledger.groups[0].is_prefilling
+    steps_reported(ledger, 0.2, from_s=6.0, count=50)
+    assert ledger.groups[0].decode_step_s == pytest.approx(before_s, rel=0.05)
+
+
+def test_a_step_shorter_than_expected_is_learned_from_at_any_time() -> None:
+    ledger = pool([rank(0)])
+    ledger.reserve(rank(0), request(prompt_tokens=50_000), 0.5)
+    steps_reported(ledger, 0.005, from_s=1.0, count=30)
+    assert ledger.groups[0].decode_step_s < 0.008

@@ -84,7 +84,7 @@ def learn_steps(ledger: Ledger, of: Rank, step_s: float, from_s: float) -> None:
     """A hundred reports between which the rank's requests got a token every `step_s`."""
     for n in range(100):
         said = counters(inter_token_s=step_s * 10 * n, inter_tokens=10 * n)
-        ledger.record_report(of, report(from_s + n * 0.1, running=1, counters=said))
+        ledger.record_report(of, report(from_s + n * 0.1, counters=said))
 
 
 def test_a_slow_group_costs_more_until_that_is_long_ago() -> None:
