@@ -1,8 +1,8 @@
 """Online linear regression that starts from a prior, forgets slowly and is not thrown by outliers.
 
-Ridge regression towards the prior over exponentially forgotten observations; an observation far from the
-prediction is pulled in to a bounded distance first (Huber). Weights are fitted as multiples of their prior,
-which keeps quantities of very different size apart. Pure.
+Least squares over exponentially forgotten observations, drawn a little to what was believed before, at first
+the prior. An observation far from the prediction is pulled in to a bounded distance (Huber). Weights are
+fitted as multiples of their prior, which keeps quantities of very different size apart. Pure.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 FORGETTING = 0.995
 """Weight that an observation keeps with each later one: about the last 200 count."""
-PRIOR_OBSERVATIONS = 2.0
-"""How many observations of the first input alone the prior is worth."""
+INERTIA_OBSERVATIONS = 2.0
+"""How many observations of the first input alone the weights believed before are worth."""
 OUTLIER_RATIO = 0.5
 """Observations further than this share from the prediction are pulled in to it."""
 MOST_OUTLIERS = 4
@@ -32,7 +32,7 @@ class OnlineFit:
             raise ValueError(f"weights must be positive, got {tuple(prior)}")
         size = len(prior)
         self._prior = tuple(prior)
-        self._ridge = PRIOR_OBSERVATIONS * prior[0] * prior[0]
+        self._ridge = INERTIA_OBSERVATIONS * prior[0] * prior[0]
         self._moments = [[0.0] * size for _ in range(size)]
         self._targets = [0.0] * size
         self._outliers_in_a_row = 0
@@ -71,9 +71,13 @@ class OnlineFit:
         return max(believed, min(predicted + reach, y)), AFTER_CHANGE if changed else FORGETTING
 
     def _multiples(self) -> list[float]:
-        """Solve (moments + ridge) · m = targets + ridge, which is positive definite, by elimination."""
+        """Solve (moments + ridge) · m = targets + ridge · m before, which is positive definite."""
         size = len(self._prior)
-        rows = [[*row, b + self._ridge] for row, b in zip(self._moments, self._targets, strict=True)]
+        before = [w / p for w, p in zip(self.weights, self._prior, strict=True)]
+        rows = [
+            [*row, b + self._ridge * m]
+            for row, b, m in zip(self._moments, self._targets, before, strict=True)
+        ]
         for i in range(size):
             rows[i][i] += self._ridge
         for i in range(size):
