@@ -13,7 +13,7 @@ from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_reso
 from gateway.config import Config
 from gateway.config_groups import VllmGroup
 from gateway.deployment import StartFailed, gateway_url, run_ranks
-from gateway.dry_run import render_commands
+from gateway.dry_run import CommandFormat, NothingToWrite, render_commands
 from gateway.progress import Progress
 from gateway.run_folder import DEFAULT_RUN_FOLDER, RunFolder, RunFolderError, locked_run_folder
 
@@ -33,6 +33,12 @@ def ranks(
             "--dry-run", help="Print the commands, with their environment, for all machines or one."
         ),
     ] = False,
+    as_format: Annotated[
+        CommandFormat,
+        typer.Option(
+            "--as", help="With --dry-run: lines for a shell, a Slurm job, or a Kubernetes manifest."
+        ),
+    ] = CommandFormat.SHELL,
     gateway: Annotated[
         str | None,
         typer.Option(
@@ -56,7 +62,10 @@ def ranks(
     """
     loaded = load_resolved(config)
     if dry_run:
-        typer.echo(render_commands(loaded, node), nl=False)
+        try:
+            typer.echo(render_commands(loaded, node, as_format), nl=False)
+        except NothingToWrite as error:
+            fail(str(error), status=2)
         return
     if problem := _node_problem(loaded, node):
         fail(problem, status=2)

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.config import Config
 from gateway.deployment import rank_listeners
-from gateway.dry_run import render_commands
+from gateway.dry_run import CommandFormat, render_commands
 from gateway.plan import UnitPlan, rank_units
 
 EMBEDDED = {"engine": "embedded", "name": "e", "port": 9500}
@@ -81,7 +81,7 @@ def test_ports_are_checked_where_they_are_used() -> None:
 
 
 def test_a_dry_run_prints_each_machines_commands() -> None:
-    assert render_commands(config(EMBEDDED, SPREAD)) == (
+    assert render_commands(config(EMBEDDED, SPREAD), None, CommandFormat.SHELL) == (
         "# node 0, 10.0.0.1\n" + "".join(spread_line(rank) for rank in (0, 1)) + "\n"
         "# node 0, 127.0.0.1\n"
         "wavegate rank --model wavegate-embedded --host 127.0.0.1 --port 9500 "
@@ -91,7 +91,7 @@ def test_a_dry_run_prints_each_machines_commands() -> None:
 
 
 def test_a_dry_run_of_one_machine_prints_nothing_else() -> None:
-    assert render_commands(config(EMBEDDED, SPREAD), 1) == (
+    assert render_commands(config(EMBEDDED, SPREAD), 1, CommandFormat.SHELL) == (
         "# node 1, 10.0.0.2\n" + "".join(spread_line(rank) for rank in (2, 3))
     )
 
