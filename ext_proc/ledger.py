@@ -114,12 +114,14 @@ class Ledger:
         self.accounts: Sequence[RankAccount] = tuple(self._by_rank.values())
         self.groups: Sequence[GroupAccount] = tuple(groups.values())
         self.pools = Pools(self.groups)
+        self._none_late_before_s = 0.0
+        """No prefill is overdue before that, by what was known when they were last looked at."""
         self.availability = 0
         """Changes whenever a group's rotation or health does."""
         self._foreign_requests = 0
         """Of all ranks together, by their last reports."""
-        self._matches: tuple[Sequence[int], Sequence[RankAccount], list[int]] | None = None
-        """The last answer of `cached_tokens_each`: prompt blocks, ranks and matched blocks."""
+        self._cached: tuple[RequestFacts, Sequence[RankAccount], list[int]] | None = None
+        """The last question to `cached_tokens_each` and its answer, as long as no index has changed."""
 
     # --- Reservations --------------------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ class Ledger:
         account.open_one(self.picks, facts.prompt_tokens)
         account.prefills.push(reservation, reservation.uncached_tokens, now_s)
         account.index.add(facts.prompt_blocks)
-        self._matches = None
+        self._cached = None
         account.group.note_phase(now_s)
 
     def _leave(self, reservation: Reservation, now_s: float) -> None:
@@ -195,7 +197,7 @@ class Ledger:
             for lost in account.prefills.clear():
                 self._first_token(lost.owner, is_guess=True)
             account.index.clear()
-            self._matches = None
+            self._cached = None
             account.group.note_phase(now_s)
             return
         self._record_progress(account, before.counters, report.counters, before.taken_at_s, now_s)
@@ -259,6 +261,9 @@ class Ledger:
         Either no report comes, or the counter was misread: a first token from before the first report, or one
         of somebody else's. Without this, a queue would stay one too long until its last request ends.
         """
+        if now_s < self._none_late_before_s:
+            return
+        self._none_late_before_s = now_s + LATE_GRACE_S
         for account in self.accounts:
             head = account.prefills.head(now_s)
             if head is None:
@@ -266,22 +271,24 @@ class Ledger:
             prefill, elapsed_s = head
             # The whole prompt: it may not have been in the rank's cache after all.
             expected_s = prefill.owner.facts.prompt_tokens / account.group.prefill_tokens_per_s
-            if elapsed_s > LATE_FACTOR * expected_s + LATE_GRACE_S:
+            left_s = LATE_FACTOR * expected_s + LATE_GRACE_S - elapsed_s
+            if left_s < 0:
                 self._first_token(account.prefills.assume_head_done(now_s).owner, is_guess=True)
                 account.group.note_phase(now_s)
+            else:
+                self._none_late_before_s = min(self._none_late_before_s, now_s + left_s)
 
     # --- What can be read off ------------------------------------------------------------------------
 
     def cached_tokens_each(self, accounts: Sequence[RankAccount], facts: RequestFacts) -> list[int]:
         """Prompt tokens each rank probably has in its cache; never all, since the last is always computed."""
-        blocks = facts.prompt_blocks
-        if self._matches is not None and self._matches[0] is blocks and self._matches[1] is accounts:
-            matches = self._matches[2]
-        else:
-            matches = matched_blocks_each([account.index for account in accounts], blocks)
-            self._matches = (blocks, accounts, matches)
+        if self._cached is not None and self._cached[0] is facts and self._cached[1] is accounts:
+            return self._cached[2]
         block_tokens, most = self._settings.block_tokens, max(0, facts.prompt_tokens - 1)
-        return [min(matched * block_tokens, most) for matched in matches]
+        matches = matched_blocks_each([account.index for account in accounts], facts.prompt_blocks)
+        cached = [min(matched * block_tokens, most) if matched else 0 for matched in matches]
+        self._cached = (facts, accounts, cached)
+        return cached
 
     def state(self, account: RankAccount, now_s: float) -> RankState:
         """What can be said about a rank now."""

@@ -58,9 +58,9 @@ class PrefillQueue(Generic[Owner]):
         """Tokens still to be computed if the rank computes `tokens_per_s`."""
         if not self._entries:
             return 0.0
-        head_tokens = self._entries[0].tokens
-        done = min(LARGEST_ASSUMED_PROGRESS * head_tokens, (now_s - self._head_started_s) * tokens_per_s)
-        return self.tokens - done
+        done = (now_s - self._head_started_s) * tokens_per_s
+        at_most = LARGEST_ASSUMED_PROGRESS * self._entries[0].tokens
+        return self.tokens - (done if done < at_most else at_most)
 
     def head(self, now_s: float) -> tuple[Prefill[Owner], float] | None:
         """The prompt being computed, and for how many seconds it has been."""

@@ -48,7 +48,7 @@ class Lockstep:
 
     def costs(self, view: PickView) -> Sequence[float]:
         """Seconds per rank."""
-        return [sum(parts) for parts in self._parts(view)]
+        return [a + b + c + d + e + f for a, b, c, d, e, f in self._parts(view)]
 
     def explain(self, view: PickView) -> Sequence[Mapping[str, float]]:
         """The same, by its parts."""
@@ -65,18 +65,18 @@ class Lockstep:
             if account.group is not group:
                 group = account.group
                 tokens_per_s = group.prefill_tokens_per_s
+                second_per_token = 1.0 / tokens_per_s
                 decode_s = view.expected_output_tokens * token_s[group]
                 steps = group.steps
-            resident = account.resident_kv_tokens(steps)
             ahead = account.prefills.remaining_tokens(now_s, tokens_per_s)
-            prefill_s = (prompt_tokens - cached) / tokens_per_s
+            prefill_s = (prompt_tokens - cached) * second_per_token
             rows.append(
                 (
-                    (ahead + foreign * FOREIGN_REQUEST_TOKENS) / tokens_per_s,
+                    (ahead + foreign * FOREIGN_REQUEST_TOKENS) * second_per_token,
                     prefill_s,
                     OTHERS_WEIGHT * prefill_s,
                     decode_s,
-                    KV_WEIGHT * resident / tokens_per_s,
+                    KV_WEIGHT * account.resident_kv_tokens(steps) * second_per_token,
                     _full_s(account.report.kv_cache_usage) if account.report is not None else 0.0,
                 )
             )
