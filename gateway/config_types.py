@@ -48,9 +48,7 @@ def _ip_address(value: str) -> str:
 def _reachable_ip_address(value: str) -> str:
     address = ipaddress.ip_address(_ip_address(value))
     if address.is_unspecified:
-        raise ValueError(
-            f"{value!r} names no machine, so Envoy cannot send to it; write the ranks' own address"
-        )
+        raise ValueError(f"{value!r} names no machine, so Envoy cannot send to it; write the address of one")
     return str(address)
 
 
@@ -71,6 +69,10 @@ def _listen_address(value: str) -> str:
     return value
 
 
+def _gateway_address(value: str) -> str:
+    return _listen_address(value) if value.startswith("unix:") else _canonical_endpoint(value)
+
+
 def _argument(value: object) -> object:
     """YAML reads `--port, 8000` as a string and a number; on a command line both are text."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
@@ -83,6 +85,7 @@ IpAddress = Annotated[str, AfterValidator(_ip_address), Field(examples=[LOOPBACK
 ReachableIpAddress = Annotated[str, AfterValidator(_reachable_ip_address), Field(examples=[LOOPBACK])]
 Endpoint = Annotated[str, AfterValidator(_canonical_endpoint), Field(examples=["10.0.0.1:8000"])]
 ListenAddress = Annotated[str, AfterValidator(_listen_address), Field(examples=[f"{LOOPBACK}:9002"])]
+GatewayAddress = Annotated[str, AfterValidator(_gateway_address), Field(examples=["10.0.0.2:9002"])]
 Argument = Annotated[str, BeforeValidator(_argument)]
 
 

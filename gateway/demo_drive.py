@@ -15,7 +15,7 @@ from openai import AsyncOpenAI, AsyncStream, OpenAIError
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletionChunk
 
-from gateway.envoy_listener import RANK_HEADER
+from gateway.envoy_route import RANK_HEADER
 
 REQUEST_TIMEOUT_S = 120.0
 PROMPT_WORDS = (12, 3000, 60, 12, 600, 200, 12, 1500)

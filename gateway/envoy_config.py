@@ -1,8 +1,8 @@
-"""Renders Envoy's whole configuration from ours: one ext_proc message per request, pick by metadata.
+"""Renders Envoy's whole configuration from ours.
 
 Must never start Envoy, touch files or read anything but `Config`: the same file always renders the same.
-Facts about Envoy stated in comments here and in `envoy_listener` and `envoy_clusters` were observed on
-Envoy 1.40.0 and are kept true by tests/e2e.
+Facts about Envoy stated in comments here and in the other modules named `envoy_…` were observed on Envoy
+1.40.0 and are kept true by tests/e2e. envoy/README.md explains every field.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import yaml
 
 from gateway.config import Config
-from gateway.envoy_clusters import ext_proc_cluster, ranks_cluster
+from gateway.envoy_gateways import ext_proc_cluster
 from gateway.envoy_listener import openai_listener
+from gateway.envoy_ranks import ranks_cluster
 from gateway.envoy_types import Json, ip_address, typed
 
 MAX_CONNECTIONS_MONITOR = "envoy.resource_monitors.global_downstream_max_connections"

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-import trustme
 from aiohttp import web
 
 from ext_proc.decision import Decision, DropReason, Placed, Refused
 from ext_proc.ledger import Ledger
 from ext_proc.protocol import ProtocolSettings
-from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
+from ext_proc.service import ExtProcServer, ServerSettings
 from ext_proc.usage import Usage
 from ext_proc.vocabulary import Pick, PickReason, Rank, RequestFacts
+from gateway.envoy_modes import EnvoyMode
 from tests.builders import pool
 from tests.builders_envoy import RunningEnvoy, envoy_config, running_envoy
-from tests.builders_modes import MODES, REQUEST_PHASES_ONLY, Mode
+from tests.builders_modes import MODES, REQUEST_PHASES_ONLY, Mode, accept_trailers
 from tests.builders_parts import StubRank, ok, refusing_endpoint, stub_rank
 from tests.e2e.conftest import CHAT, NO_GATEWAY
 
@@ -148,7 +146,8 @@ StartMode = Callable[..., AbstractAsyncContextManager[Setup]]
 def start_mode(tmp_path_factory: pytest.TempPathFactory) -> StartMode:
     """`async with start_mode(mode, answer, answer, …) as setup:`, an answer for each rank, or DEAD.
 
-    `with_service=False` leaves the ext_proc service out; other keywords are fields of `ProtocolSettings`.
+    `with_service=False` leaves the ext_proc service out; `protocol` are fields of `ProtocolSettings`, other
+    keywords of the configuration's section `envoy`.
     """
 
     @asynccontextmanager
@@ -156,8 +155,8 @@ def start_mode(tmp_path_factory: pytest.TempPathFactory) -> StartMode:
         mode: Mode,
         *answers: Any,
         with_service: bool = True,
-        tls: TlsFiles | None = None,
-        **protocol: Any,
+        protocol: Mapping[str, Any] | None = None,
+        **envoy_section: Any,
     ) -> AsyncIterator[Setup]:
         async with AsyncExitStack() as parts:
             stubs = []
@@ -171,16 +170,18 @@ def start_mode(tmp_path_factory: pytest.TempPathFactory) -> StartMode:
             ranks = [Rank("g0", index, stub.endpoint) for index, stub in enumerate(stubs)]
             chooser, observed = Chooser(ranks), Observed()
             chooser.server = ExtProcServer(
-                chooser, ServerSettings("127.0.0.1:0", tls=tls), ProtocolSettings(**protocol), observed
+                chooser, ServerSettings("127.0.0.1:0"), ProtocolSettings(**(protocol or {})), observed
             )
             target = NO_GATEWAY
             if with_service:
                 target = f"127.0.0.1:{await chooser.server.start()}"
                 await chooser.server.set_ready(True)
                 parts.push_async_callback(chooser.server.stop)
-            config = envoy_config([[stub.endpoint for stub in stubs]], target)
+            config = envoy_config(
+                [[stub.endpoint for stub in stubs]], target, mode=mode.rendered_as, **envoy_section
+            )
             folder = tmp_path_factory.mktemp("envoy")
-            envoy = await parts.enter_async_context(running_envoy(config, folder, mode.apply))
+            envoy = await parts.enter_async_context(running_envoy(config, folder, mode.change))
             yield Setup(envoy, stubs, chooser, observed)
 
     return start
@@ -310,7 +311,7 @@ async def test_a_rank_that_refuses_is_passed_over_for_the_next_of_the_pick(
 
 
 async def test_the_reservation_moves_to_the_rank_that_served(start_mode: StartMode) -> None:
-    async with start_mode(MODES["endpoint picker"], ok, stream_slowly, DEAD) as setup:
+    async with start_mode(MODES["endpoint_picker"], ok, stream_slowly, DEAD) as setup:
         setup.chooser.choice = [setup.chooser.choice[2], setup.chooser.choice[1]]
         async with (
             setup.client() as http,
@@ -375,7 +376,7 @@ async def test_full_duplex_streams_die_with_their_service(start_mode: StartMode,
 
 
 async def test_a_partial_body_tells_the_facts_of_a_long_prompt(start_mode: StartMode) -> None:
-    async with start_mode(MODES["partial"], ok) as setup:
+    async with start_mode(MODES["partial_body"], ok) as setup:
         body = (
             b'{"model":"m","stream":true,"messages":[{"role":"user","content":"' + b"abcd" * 500_000 + b'"}]}'
         )
@@ -387,7 +388,7 @@ async def test_a_partial_body_tells_the_facts_of_a_long_prompt(start_mode: Start
 
 
 async def test_an_endpoint_picker_refuses_a_body_above_its_limit(start_mode: StartMode) -> None:
-    async with start_mode(MODES["endpoint picker"], ok, max_body_bytes=100_000) as setup:
+    async with start_mode(MODES["endpoint_picker"], ok, protocol={"max_body_bytes": 100_000}) as setup:
         answer = await setup.post(b"x" * 100_001)
         assert answer.status_code == 413
         assert setup.ranks[0].received == []
@@ -396,7 +397,9 @@ async def test_an_endpoint_picker_refuses_a_body_above_its_limit(start_mode: Sta
 async def test_an_endpoint_picker_counts_tokens_and_keeps_the_clients_name_of_a_model(
     start_mode: StartMode,
 ) -> None:
-    async with start_mode(MODES["endpoint picker"], stream_slowly, model_names={"mine": "target"}) as setup:
+    async with start_mode(
+        MODES["endpoint_picker"], stream_slowly, protocol={"model_names": {"mine": "target"}}
+    ) as setup:
         answer = await setup.post(b'{"model":"mine","messages":[]}')
         assert setup.ranks[0].received[-1].body == b'{"model":"target","messages":[]}'
         assert answer.text.count('"model":"mine"') == 10
@@ -423,7 +426,7 @@ async def test_what_a_gateway_hides_is_left_to_the_ranks_reports(start_mode: Sta
 
 
 async def test_trailers_of_a_request_pass_the_endpoint_picker(start_mode: StartMode) -> None:
-    async with start_mode(replace(MODES["endpoint picker"], accepts_trailers=True), ok) as setup:
+    async with start_mode(Mode(EnvoyMode.ENDPOINT_PICKER, accept_trailers), ok) as setup:
         host, _, port = setup.envoy.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         body = b'{"model":"m","messages":[]}'
@@ -435,31 +438,3 @@ async def test_trailers_of_a_request_pass_the_endpoint_picker(start_mode: StartM
         writer.close()
         assert b" 200 " in status
         assert setup.ranks[0].received[-1].body == body
-
-
-async def test_envoy_and_the_service_can_talk_over_mutual_tls(start_mode: StartMode, tmp_path: Path) -> None:
-    authority = trustme.CA()
-    of_gateway, of_envoy = authority.issue_cert("127.0.0.1"), authority.issue_cert("envoy.example")
-    files = TlsFiles(tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem")
-    of_gateway.cert_chain_pems[0].write_to_path(str(files.certificate))
-    of_gateway.private_key_pem.write_to_path(str(files.key))
-    authority.cert_pem.write_to_path(str(files.client_ca))
-    of_envoy.cert_chain_pems[0].write_to_path(str(tmp_path / "envoy-cert.pem"))
-    of_envoy.private_key_pem.write_to_path(str(tmp_path / "envoy-key.pem"))
-    mode = replace(
-        MODES["one message"],
-        tls={
-            "tls_certificates": [
-                {
-                    "certificate_chain": {"filename": str(tmp_path / "envoy-cert.pem")},
-                    "private_key": {"filename": str(tmp_path / "envoy-key.pem")},
-                }
-            ],
-            "validation_context": {"trusted_ca": {"filename": str(files.client_ca)}},
-            "alpn_protocols": ["h2"],
-        },
-    )
-    async with start_mode(mode, ok, ok, tls=files) as setup:
-        setup.chooser.choice = setup.chooser.choice[1:]
-        assert (await setup.post()).headers["x-wavegate-rank"] == "g0/1"
-        assert [account.picks for account in setup.chooser.ledger.accounts] == [0, 1]

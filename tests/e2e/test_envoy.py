@@ -15,7 +15,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from gateway.envoy_clusters import RANK_IDLE_TIMEOUT_S
+from gateway.envoy_ranks import RANK_IDLE_TIMEOUT_S
 from tests.builders_envoy import RunningEnvoy
 from tests.builders_parts import always, ok, picks, refuses, stub_rank
 from tests.e2e.conftest import CHAT, StartEnvoy, StartPool

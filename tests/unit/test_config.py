@@ -148,3 +148,35 @@ def test_any_text_is_an_endpoint_or_refused_with_a_reason(text: str) -> None:
         assert "is not ip:port" in result or "is not an IP address" in result
     else:
         assert split_endpoint(endpoint(*result)) == result
+
+
+TLS = {"cert": "/cert.pem", "key": "/key.pem"}
+
+
+def test_envoy_needs_no_settings_to_trust_the_gateways_certificate() -> None:
+    assert config(embedded(), gateway={"ext_proc_tls": TLS}).envoy.ext_proc_tls is None
+
+
+@pytest.mark.parametrize(
+    ("envoy", "gateway", "expected"),
+    [
+        ({"ext_proc_tls": {}}, {}, "gateway.ext_proc_tls is not set"),
+        ({}, {"ext_proc_tls": {**TLS, "client_ca": "/ca.pem"}}, "envoy.ext_proc_tls.cert: is needed"),
+        ({"ext_proc_tls": {"ca": "/ca.pem"}}, {"ext_proc_tls": TLS}, "ca and server_names go together"),
+        ({"ext_proc_tls": {"server_names": ["a"]}}, {"ext_proc_tls": TLS}, "ca and server_names go together"),
+        ({"ext_proc_tls": {"key": "/key.pem"}}, {"ext_proc_tls": TLS}, "cert and key go together"),
+    ],
+)
+def test_tls_between_envoy_and_gateway_is_set_on_both_sides(
+    envoy: dict[str, Any], gateway: dict[str, Any], expected: str
+) -> None:
+    assert expected in reasons(embedded(), envoy=envoy, gateway=gateway)
+
+
+@pytest.mark.parametrize("standby", [["127.0.0.1:9002"], ["10.0.0.2:9002", "10.0.0.2:9002"]])
+def test_no_gateway_stands_by_for_itself(standby: list[str]) -> None:
+    assert "is a gateway of this file already" in reasons(embedded(), envoy={"standby_gateways": standby})
+
+
+def test_a_standby_gateway_is_an_address_that_envoy_can_send_to() -> None:
+    assert "names no machine" in reasons(embedded(), envoy={"standby_gateways": ["0.0.0.0:9002"]})

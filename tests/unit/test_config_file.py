@@ -80,6 +80,8 @@ def test_one_mistake_is_one_problem(text: str, expected: str) -> None:
         ("envoy: {host: localhost}", "'localhost' is not an IP address"),
         ("envoy: {access_log: no}", "YAML reads false here, not text; it must be text: put it in quotes"),
         ("envoy: {binary: 3}", "envoy.binary: is 3; it must be a path in quotes"),
+        ("envoy: {mode: one-message}", 'envoy.mode: is "one-message"; did you mean one_message?'),
+        ("envoy: {mode: 3}", "envoy.mode: is 3; write one of: one_message, header_only, partial_body, "),
         ("envoy: {health_check: 3}", "is 3; it must be a section (indented `key: value` lines)"),
         ("gateway: {reports: {stale_after_s: 0}}", "is 0; it must be more than 0"),
         ("gateway: {reports: {interval_s: 100000}}", "is 100000; it must be at most 86400"),
@@ -200,9 +202,13 @@ def test_whatever_a_file_says_it_is_loaded_or_explained_in_our_own_words(documen
 
 def test_every_section_knows_its_keys() -> None:
     """However deep a section is, a typing error in it is answered with the right key."""
-    sections = "gateway: {reports: {interval: 1}}\nenvoy: {health_check: {intervals: 1}}"
+    sections = (
+        "gateway: {reports: {interval: 1}}\n"
+        "envoy: {health_check: {intervals: 1}, ext_proc_tls: {server_name: a}}"
+    )
     text = f"groups: [{{engine: embedded, name: a}}]\n{sections}"
     assert [problem.rpartition("; ")[2] for problem in problems(text)] == [
         "did you mean interval_s?",
         "did you mean interval_s?",
+        "did you mean server_names?",
     ]

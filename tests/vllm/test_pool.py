@@ -13,7 +13,7 @@ import httpx2
 import openai
 import pytest
 
-from gateway.envoy_listener import RANK_HEADER
+from gateway.envoy_route import RANK_HEADER
 from tests.builders_vllm_pool import RANKS, VllmPool, vllm_pool
 from tests.builders_wavegate import consecutive_free_ports
 
