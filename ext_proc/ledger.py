@@ -217,6 +217,10 @@ class Ledger:
             reservation.release(Outcome.RETIRED, report.taken_at_s)
             ended -= 1
 
+    def forget_cache(self, rank: Rank) -> None:
+        """A rank says that its prefix cache is empty."""
+        self._by_rank[rank].index.clear()
+
     def record_failed_scrape(self, rank: Rank) -> None:
         """Take in that a rank did not answer."""
         account = self._by_rank[rank]

@@ -24,6 +24,8 @@ from gateway.failed_answers import failed_answers_handler
 from gateway.group_monitor import GroupMonitor, MonitoredGroup, MonitorSettings
 from gateway.rotation import Rotation
 from gateway.telemetry import Telemetry
+from vllm_ranks.reports.kv_events import AllBlocksCleared, KvEvent
+from vllm_ranks.reports.kv_subscriber import follow_all
 from vllm_ranks.reports.scraper import Scraper
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,24 @@ class _LedgerFeed:
         if refused:
             self._monitor.on_refusal(rank)
         self._telemetry.on_scrape(rank, succeeded=False)
+
+
+class _CacheFeed:
+    """Passes on what ranks that publish KV cache events say of their caches.
+
+    What a prompt's blocks are is estimated from its text here, so single blocks cannot be told apart; that a
+    whole cache is gone can be used.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def on_cache_unknown(self, rank: Rank) -> None:
+        pass  # what is known here comes from picks, not from events
+
+    def on_cache_events(self, rank: Rank, events: list[KvEvent]) -> None:
+        if AllBlocksCleared() in events:
+            self._ledger.forget_cache(rank)
 
 
 class GatewayServer:
@@ -121,11 +141,13 @@ class GatewayServer:
             async with asyncio.TaskGroup() as tasks:
                 scraping = tasks.create_task(self._scraper.run())
                 monitoring = tasks.create_task(self._monitor.run())
+                following = tasks.create_task(follow_all(self._config.ranks(), _CacheFeed(self.ledger)))
                 announcing = tasks.create_task(self._announce_when_scraped())
                 await stop.wait()
                 announcing.cancel()
                 await self._drain()
                 monitoring.cancel()
+                following.cancel()
                 scraping.cancel()
         finally:
             await self._ext_proc.stop()

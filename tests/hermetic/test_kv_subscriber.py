@@ -1,0 +1,242 @@
+"""Following a rank's KV cache events over real sockets: late starts, losses, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+from ext_proc.vocabulary import Rank
+from vllm_ranks.reports import kv_subscriber
+from vllm_ranks.reports.kv_events import AllBlocksCleared, BlocksRemoved, CacheView, KvEvent
+from vllm_ranks.reports.kv_subscriber import END_OF_REPLAY, follow_all
+
+LIMIT_S = 15.0
+
+
+class StandInPublisher:
+    """A rank that publishes events as vLLM does, and can lose some on the way."""
+
+    def __init__(self) -> None:
+        self._context = zmq.asyncio.Context()
+        self._publisher = self._context.socket(zmq.PUB)
+        self._replayer = self._context.socket(zmq.ROUTER)
+        self.port = self._publisher.bind_to_random_port("tcp://127.0.0.1")
+        self.replay_port = self._replayer.bind_to_random_port("tcp://127.0.0.1")
+        self.kept: list[tuple[int, bytes]] = []
+        self.sequence = 0
+        self._serving = asyncio.create_task(self._serve())
+
+    async def publish(self, *events: Any, lost: bool = False) -> None:
+        """A batch; `lost`: it never arrives."""
+        payload = msgspec.msgpack.encode([float(self.sequence), list(events), 0])
+        self.kept.append((self.sequence, payload))
+        if not lost:
+            await self._publisher.send_multipart([b"", self.sequence.to_bytes(8, "big"), payload])
+        self.sequence += 1
+
+    async def _serve(self) -> None:
+        while True:
+            client, _, start = await self._replayer.recv_multipart()
+            first = int.from_bytes(start, "big")
+            for sequence, payload in self.kept:
+                if sequence >= first:
+                    number = sequence.to_bytes(8, "big")
+                    await self._replayer.send_multipart([client, b"", b"", number, payload])
+            await self._replayer.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
+
+    def close(self) -> None:
+        """As when the rank ends."""
+        self._serving.cancel()
+        self._context.destroy(linger=0)
+
+
+class Scene:
+    """A rank's HTTP side, and what a subscriber has heard."""
+
+    def __init__(self) -> None:
+        self.publisher: StandInPublisher | None = None
+        self.heard: list[KvEvent] = []
+        self.unknown = 0
+        self.view = CacheView(1000)
+        self.rank = Rank("g", 0, "")
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.add_routes([web.get("/kv_event_sources", self._sources)])
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.rank = Rank("g", 0, f"127.0.0.1:{self._runner.addresses[0][1]}")
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+        if self.publisher is not None:
+            self.publisher.close()
+
+    async def _sources(self, _request: web.Request) -> web.Response:
+        if self.publisher is None:
+            return web.json_response({})
+        source = {
+            "endpoint": f"tcp://*:{self.publisher.port}",
+            "replay_endpoint": f"tcp://*:{self.publisher.replay_port}",
+            "topic": "",
+        }
+        return web.json_response({"0": source})
+
+    def on_cache_unknown(self, _rank: Rank) -> None:
+        self.unknown += 1
+        self.view.clear()
+
+    def on_cache_events(self, _rank: Rank, events: list[KvEvent]) -> None:
+        self.heard += events
+        self.view.apply(events)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something heard."""
+        async with asyncio.timeout(LIMIT_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def following(scene: Scene) -> AsyncIterator[None]:
+    """Subscribe as long as the block lasts."""
+    task = asyncio.create_task(follow_all([scene.rank], scene))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+    """A rank that publishes."""
+    monkeypatch.setattr(kv_subscriber, "LOOK_AGAIN_S", 0.2)
+    async with Scene() as scene:
+        scene.publisher = StandInPublisher()
+        yield scene
+
+
+def removed(number: int) -> dict[str, Any]:
+    """An event that can be told from others."""
+    return {"type": "BlockRemoved", "block_hashes": [number], "medium": "GPU"}
+
+
+def stored(number: int, token_ids: list[int], parent: int | None = None) -> dict[str, Any]:
+    """A block of two tokens."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": [number],
+        "parent_block_hash": parent,
+        "token_ids": token_ids,
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "GPU",
+    }
+
+
+def numbers(scene: Scene) -> list[Any]:
+    """The numbered events heard, in order."""
+    return [event.block_hashes[0] for event in scene.heard if isinstance(event, BlocksRemoved)]
+
+
+async def test_events_are_handed_on_in_order(scene: Scene) -> None:
+    assert scene.publisher is not None
+    async with following(scene):
+        await scene.until(lambda: scene.unknown == 1)
+        for number in range(5):
+            await scene.publisher.publish(removed(number))
+        await scene.until(lambda: numbers(scene) == [0, 1, 2, 3, 4])
+    assert scene.unknown == 1
+
+
+async def test_what_was_published_before_is_asked_for(scene: Scene) -> None:
+    assert scene.publisher is not None
+    for number in range(3):
+        await scene.publisher.publish(removed(number))
+    async with following(scene):
+        await scene.until(lambda: numbers(scene) == [0, 1, 2])
+        await scene.publisher.publish(removed(3))
+        await scene.until(lambda: numbers(scene) == [0, 1, 2, 3])
+
+
+async def test_a_lost_batch_is_asked_for_and_comes_in_its_place(scene: Scene) -> None:
+    assert scene.publisher is not None
+    async with following(scene):
+        await scene.until(lambda: scene.unknown == 1)
+        await scene.publisher.publish(stored(1, [1, 2]))
+        await scene.publisher.publish(stored(2, [3, 4], parent=1), lost=True)
+        await scene.publisher.publish(stored(3, [5, 6], parent=2))
+        await scene.until(lambda: scene.view.cached_tokens([1, 2, 3, 4, 5, 6]) == 6)
+    assert scene.unknown == 1
+
+
+async def test_what_is_lost_for_good_makes_the_cache_unknown(scene: Scene) -> None:
+    assert scene.publisher is not None
+    async with following(scene):
+        await scene.until(lambda: scene.unknown == 1)
+        await scene.publisher.publish(stored(1, [1, 2]))
+        await scene.until(lambda: scene.view.cached_tokens([1, 2]) == 2)
+        await scene.publisher.publish(removed(1), lost=True)
+        scene.publisher.kept.clear()
+        await scene.publisher.publish(stored(9, [7, 8]))
+        await scene.until(lambda: scene.unknown == 2)
+        await scene.until(lambda: scene.view.cached_tokens([7, 8]) == 2)
+    assert scene.view.cached_tokens([1, 2]) == 0
+
+
+async def test_a_rank_that_starts_anew_is_learned_anew(scene: Scene) -> None:
+    assert scene.publisher is not None
+    async with following(scene):
+        await scene.until(lambda: scene.unknown == 1)
+        for number in range(3):
+            await scene.publisher.publish(stored(number, [number, number]))
+        await scene.until(lambda: len(scene.view) == 3)
+        scene.publisher.kept.clear()
+        scene.publisher.sequence = 0
+        await scene.publisher.publish({"type": "AllBlocksCleared"})
+        await scene.until(lambda: scene.unknown == 2)
+        await scene.until(lambda: AllBlocksCleared() in scene.heard)
+    assert len(scene.view) == 0
+
+
+async def test_a_rank_that_publishes_later_or_elsewhere_is_found(scene: Scene) -> None:
+    scene.publisher, first = None, scene.publisher
+    assert first is not None
+    first.close()
+    async with following(scene):
+        await asyncio.sleep(0.3)
+        scene.publisher = StandInPublisher()
+        await scene.until(lambda: scene.unknown == 1)
+        moved_from, scene.publisher = scene.publisher, StandInPublisher()
+        await scene.publisher.publish(removed(7))
+        await scene.until(lambda: numbers(scene) == [7])
+        moved_from.close()
+
+
+async def test_a_rank_without_replay_is_followed_from_now_on(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_subscriber, "REPLAY_TIMEOUT_S", 0.2)
+    assert scene.publisher is not None
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        scene.publisher.replay_port = silent.getsockname()[1]
+        async with following(scene):
+            await scene.until(lambda: scene.unknown == 1)
+            await scene.publisher.publish(removed(1))
+            await scene.until(lambda: numbers(scene) == [1])
