@@ -29,6 +29,9 @@ def failed_answers_handler(on_failure: OnFailure) -> grpc.GenericRpcHandler:
         async for message in messages:
             for address, status in read_entries(message):
                 on_failure(address, status)
+            # Envoy would keep the stream, even one to a standby gateway whose turn is over. The next one it
+            # opens where it sends its requests.
+            break
         return b""  # the only answer that StreamAccessLogsResponse can be
 
     method = grpc.stream_unary_rpc_method_handler(receive)
