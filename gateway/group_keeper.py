@@ -104,7 +104,7 @@ class GroupKeeper:
                 await self._let_finish()
             await self.unit.settle(SETTLE_S)
             failure = self.unit.account() if loss.process_ended else None
-            await self.unit.stop(STUCK_STOP_S if loss.is_stuck else None)
+            await self.unit.stop(STUCK_STOP_S if loss.is_stuck or loss.lets_finish else None)
             await self._start_again(failure, lost_at_s - serving_since_s)
             back = await self._bring_back()
             took_s = loop.time() - lost_at_s

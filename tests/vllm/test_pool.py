@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import aiohttp
 import httpx2
 import openai
 import pytest
+import zmq.asyncio
 
+from ext_proc.vocabulary import Rank
 from gateway.envoy_route import RANK_HEADER
 from tests.builders_vllm_pool import RANKS, VllmPool, vllm_pool
 from tests.builders_wavegate import consecutive_free_ports
+from vllm_ranks.reports.kv_events import CacheView, EventOrder, KvEvent
+from vllm_ranks.reports.kv_subscriber import find_source, follow_all, replay
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -34,7 +40,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPool]:
     """Two real ranks, whose waves show in their logs."""
     with vllm_pool(
         tmp_path_factory.mktemp("pool"),
-        env={"VLLM_LOGGING_LEVEL": "DEBUG"},
+        env={"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_SERVER_DEV_MODE": "1"},
         # Nothing here fails; a machine that stands still for a while must not be taken for a hang.
         supervision={"hang_after_s": 30},
         group={"kv_events_port": consecutive_free_ports(2 * RANKS)},
@@ -249,3 +255,119 @@ def test_waves_advance_and_the_group_falls_silent(client: openai.OpenAI, pool: V
     time.sleep(2.0)
     assert [pool.metric(rank, "vllm:iteration_tokens_total_count") for rank in range(RANKS)] == steps
     assert pool.rank_log(1).count("ubatch_slices") == lines, "an idle rank still runs dummy batches"
+
+
+# --- KV cache events ----------------------------------------------------------------------------------
+
+
+class Follower:
+    """A picture of every rank's cache, kept by what the ranks publish."""
+
+    def __init__(self) -> None:
+        self.views = {rank: CacheView(10_000) for rank in range(RANKS)}
+        self.unknown = Counter[int]()
+
+    def on_cache_unknown(self, rank: Rank) -> None:
+        self.unknown[rank.index] += 1
+        self.views[rank.index].clear()
+
+    def on_cache_events(self, rank: Rank, events: list[KvEvent]) -> None:
+        self.views[rank.index].apply(events)
+
+    def cached_tokens(self, token_ids: list[int]) -> int:
+        """On the rank that has most."""
+        return max(view.cached_tokens(token_ids) for view in self.views.values())
+
+
+@pytest.fixture
+async def follower(pool: VllmPool) -> AsyncIterator[Follower]:
+    """Follows both ranks as long as the test lasts."""
+    follower = Follower()
+    ranks = [
+        Rank(pool.group_name, rank, url.removeprefix("http://")) for rank, url in enumerate(pool.rank_urls)
+    ]
+    following = asyncio.create_task(follow_all(ranks, follower))
+    try:
+        assert await eventually_async(lambda: all(follower.unknown[rank] for rank in range(RANKS)))
+        yield follower
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def eventually_async(condition: Callable[[], bool], limit_s: float = 20.0) -> bool:
+    """Whether a condition comes true before the limit, while others go on."""
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        await asyncio.sleep(0.05)
+    return True
+
+
+async def complete(pool: VllmPool, token_ids: list[int]) -> None:
+    """One completion of a prompt that is given as tokens."""
+    body = {"model": pool.model, "prompt": token_ids, "max_tokens": 2}
+    async with httpx2.AsyncClient(timeout=60) as http:
+        assert (await http.post(f"{pool.url}/v1/completions", json=body)).status_code == 200
+
+
+async def reset_caches(pool: VllmPool) -> None:
+    """Empty the prefix cache of every rank (only in vLLM's development mode)."""
+    async with httpx2.AsyncClient(timeout=60) as http:
+        for url in pool.rank_urls:
+            assert (await http.post(f"{url}/reset_prefix_cache")).status_code == 200
+
+
+async def test_the_picture_of_a_real_ranks_cache_follows_its_events(
+    pool: VllmPool, follower: Follower
+) -> None:
+    prompt = [(7 * position) % 500 for position in range(600)]
+    await complete(pool, prompt)
+    # Blocks are of 128 tokens on a CPU; the last, incomplete one is not kept.
+    assert await eventually_async(lambda: follower.cached_tokens(prompt) == 512)
+    assert follower.cached_tokens(prompt[1:]) == 0
+    await complete(pool, [*prompt[:512], *range(200, 400)])
+    assert await eventually_async(lambda: follower.cached_tokens([*prompt[:512], *range(200, 400)]) == 640)
+    await reset_caches(pool)
+    assert await eventually_async(lambda: follower.cached_tokens(prompt) == 0)
+
+
+async def test_events_of_a_real_rank_that_were_missed_are_sent_again(
+    pool: VllmPool, follower: Follower
+) -> None:
+    """One follower sees everything as it comes, another begins after it has happened."""
+    prompt = [(11 * position) % 500 for position in range(600)]
+    await complete(pool, prompt)
+    assert await eventually_async(lambda: follower.cached_tokens(prompt) == 512)
+    late = Follower()
+    ranks = [Rank("g", rank, url.removeprefix("http://")) for rank, url in enumerate(pool.rank_urls)]
+    following = asyncio.create_task(follow_all(ranks, late))
+    try:
+        assert await eventually_async(lambda: late.cached_tokens(prompt) == 512)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_a_gap_in_the_events_of_a_real_rank_is_closed(pool: VllmPool) -> None:
+    prompt = [(13 * position) % 500 for position in range(600)]
+    await complete(pool, prompt)
+    async with aiohttp.ClientSession() as session:
+        for rank, url in enumerate(pool.rank_urls):
+            address = Rank(pool.group_name, rank, url.removeprefix("http://"))
+            source = await find_source(session, address)
+            assert source is not None
+            with zmq.asyncio.Context() as context:
+                everything = await replay(context, source, 0)
+                if len(everything) < 3:
+                    continue  # this rank has published next to nothing so far
+                order = EventOrder()
+                assert order.accept(everything[0]) is None
+                gap = order.accept(everything[2])
+                assert gap is not None
+                assert (gap.first, gap.end, gap.restarted) == (1, 2, False)
+                again = await replay(context, source, gap.first)
+                assert again == everything[1:]
+                return
+    pytest.fail("no rank has published enough")
