@@ -27,6 +27,7 @@ class RankAccount:
         "_own_peak",
         "_own_peak_before",
         "_step_offsets",
+        "adapters",
         "decoding_sequences",
         "failures_in_a_row",
         "foreign_requests",
@@ -66,6 +67,8 @@ class RankAccount:
         self.report: RankReport | None = None
         self.foreign_requests = 0
         """Requests in the last report that this gateway's own reservations do not explain."""
+        self.adapters: frozenset[str] = frozenset()
+        """LoRA adapters that it runs, by its last report."""
         self.failures_in_a_row = 0
         self.unobserved: deque[tuple[float, Reservation]] = deque()
         """Open reservations whose streams have ended, with the time since when, oldest first."""
@@ -114,6 +117,7 @@ class RankAccount:
         self._own_peak_before, self._own_peak = self._own_peak, self.reservations
         self.picks_since_report = 0
         self.report = report
+        self.adapters = report.adapters
         self.failures_in_a_row = 0
         if report.kv_capacity_tokens is not None and report.kv_capacity_tokens != self.kv_capacity_tokens:
             self.kv_capacity_tokens = report.kv_capacity_tokens

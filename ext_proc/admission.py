@@ -7,6 +7,7 @@ the caller tells the time, calls again when `next_wake_s` says, and passes the d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 
 from ext_proc.accounts import RankAccount
@@ -14,15 +15,25 @@ from ext_proc.decision import DropReason, Placed, Refused
 from ext_proc.groups import GroupAccount
 from ext_proc.ledger import Ledger
 from ext_proc.phases import PhaseGate
-from ext_proc.picker import Picker, Readiness, Readinesses
+from ext_proc.picker import Busy, Picker, Readiness, Readinesses
 from ext_proc.settings import AdmissionSettings
-from ext_proc.vocabulary import Pick, RankState, RequestFacts
+from ext_proc.vocabulary import Pick, RankCost, RankState, RequestFacts
 from ext_proc.waiting_room import Held, WaitingRoom
 
 TICK_S = 0.01
 """How often held requests are looked at again while nothing else happens."""
 LOOK_AGAIN_S = 0.25
 """How long a request keeps waiting for one busy rank before all are compared again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What would be decided about a request."""
+
+    outcome: Pick | Busy | Refused | None
+    """`Busy`: held for that rank; `None`: held until a phase, or until a rank is open to it."""
+    ranks: tuple[tuple[RankCost, Readiness], ...]
+    """Of all ranks it may go to, the cheapest first."""
 
 
 class Admission:
@@ -56,7 +67,7 @@ class Admission:
         if not accounts:
             return self._no_rank(facts)
         if not self._waiting.has_room(facts):
-            return Refused(429, DropReason.QUEUE_FULL, self._settings.max_hold_s)
+            return self._full()
         held = self._waiting.enter(facts, now_s)
         held.uncached_tokens = self._least_uncached(facts, accounts)
         self.advance(now_s)
@@ -77,6 +88,22 @@ class Admission:
         for held in list(self._waiting):
             if now_s - held.arrived_s >= self._settings.max_hold_s:
                 self._decide_overdue(held, now_s)
+
+    def prospect(self, facts: RequestFacts, now_s: float) -> Prospect:
+        """What would be decided about a request now, and why. It is neither held nor reserved."""
+        self._ledger.pass_time(now_s)
+        accounts, _ = self._picker.candidates(facts)
+        if not accounts:
+            return Prospect(self._no_rank(facts), ())
+        readiness = self._readiness(self._rooms(now_s), now_s, self._settings.backlog_s)
+        ranks = [
+            (cost, readiness(account, facts.prompt_tokens - cost.cached_tokens))
+            for cost, account in zip(self._picker.costs(facts, now_s), accounts, strict=True)
+        ]
+        outcome = (
+            self._picker.pick(facts, now_s, readiness) if self._waiting.has_room(facts) else self._full()
+        )
+        return Prospect(outcome, tuple(sorted(ranks, key=lambda entry: entry[0].cost)))
 
     def take_decided(self) -> list[Held]:
         """Held requests that have been decided since the last call."""
@@ -103,7 +130,7 @@ class Admission:
                 and readiness(busy, held.uncached_tokens) is Readiness.BUSY
             ):
                 continue
-            outcome = self._picker.pick(held.facts, now_s, readiness)
+            outcome = self._pick(held, now_s, readiness)
             if isinstance(outcome, Pick):
                 self._place(held, outcome, now_s)
                 if not self._someone_is_ready(rooms, now_s):
@@ -133,13 +160,13 @@ class Admission:
             return in_phase(account, uncached_tokens) if account.group is group else Readiness.CLOSED
 
         for held in sorted(chosen, key=uncached.__getitem__, reverse=True):
-            outcome = self._picker.pick(held.facts, now_s, readiness)
+            outcome = self._pick(held, now_s, readiness)
             if isinstance(outcome, Pick):
                 self._place(held, outcome, now_s)
 
     def _decide_overdue(self, held: Held, now_s: float) -> None:
-        outcome = self._picker.pick(
-            held.facts,
+        outcome = self._pick(
+            held,
             now_s,
             lambda account, _: Readiness.CLOSED if self._is_full(account, now_s) else Readiness.READY,
         )
@@ -150,12 +177,19 @@ class Admission:
         else:
             self._settle(held, Refused(503, DropReason.SATURATED, self._settings.max_hold_s))
 
+    def _full(self) -> Refused:
+        return Refused(429, DropReason.QUEUE_FULL, self._settings.max_hold_s)
+
     def _no_rank(self, facts: RequestFacts) -> Refused:
         """Trying again helps only if ranks for the request exist, but are out of rotation for now."""
         subset = facts.subset
         ranks = (account.rank for account in self._ledger.pools.of(facts.model).accounts)
         exists = any(subset is None or rank in subset for rank in ranks)
         return Refused(503, DropReason.NO_RANK, self._settings.max_hold_s if exists else None)
+
+    def _pick(self, held: Held, now_s: float, readiness: Readinesses) -> Pick | Busy | None:
+        explain = self._settings.explains_all or held.facts.wants_explanation
+        return self._picker.pick(held.facts, now_s, readiness, explain=explain)
 
     def _place(self, held: Held, pick: Pick, now_s: float) -> None:
         reservation = self._ledger.reserve(pick.first, held.facts, now_s)

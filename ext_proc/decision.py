@@ -22,6 +22,8 @@ class DropReason(StrEnum):
     """As many requests wait as may."""
     SATURATED = "saturated"
     """It waited as long as it may, and every rank is still full."""
+    MALFORMED_HEADER = "malformed_header"
+    """A header that the gateway reads is not UTF-8."""
     MALFORMED_BODY = "malformed_body"
     NO_MODEL = "no_model"
     NO_PROMPT = "no_prompt"

@@ -30,15 +30,16 @@ class EndpointPicker:
         "_chunks",
         "_collected",
         "_collected_bytes",
+        "_has_begun",
         "_has_body",
         "_has_ended",
         "_has_trailers",
-        "_head",
         "_new_headers",
         "_new_request_id",
         "_renamed",
         "_request_id",
         "_settings",
+        "head",
     )
 
     def __init__(
@@ -47,7 +48,8 @@ class EndpointPicker:
         self._settings = settings
         self._collected = collected
         self._new_request_id = new_request_id
-        self._head: RequestHead | None = None
+        self.head = RequestHead(path="", request_id="")
+        self._has_begun = False
         self._request_id = ""
         self._new_headers: dict[str, str] = {}
         self._chunks: list[bytes] = []
@@ -66,7 +68,7 @@ class EndpointPicker:
             return ()
         if kind == "request_headers":
             return self._on_headers(message)
-        if self._head is None:
+        if not self._has_begun:
             raise UnsupportedModeError("full-duplex bodies need request_header_mode SEND")
         if kind == "request_trailers":
             self._has_trailers = True
@@ -78,21 +80,16 @@ class EndpointPicker:
 
     def on_placed(self, endpoints: tuple[str, ...]) -> Iterator[bytes]:
         """Headers, body, trailers, in that order."""
-        assert self._head is not None
         body = b"".join(self._chunks)
         new_headers = self._new_headers
         if self._has_body and not self._has_trailers:
             new_headers = {**new_headers, "content-length": str(len(body))}
-        yield messages.headers_routed(endpoints, overwrite=new_headers, remove=self._head.control_headers)
+        yield messages.headers_routed(endpoints, overwrite=new_headers, remove=self.head.control_headers)
         if self._has_body:
             yield from messages.streamed("request_body", body, end_of_stream=not self._has_trailers)
         if self._has_trailers:
             yield messages.passed("request_trailers")
         self.discard()
-
-    def test_selection(self) -> str | None:
-        """The rank that a conformance test asks for."""
-        return self._head.test_selection if self._head is not None else None
 
     def renamed(self) -> tuple[str, str] | None:
         """The model's name to the ranks and to the client, if they differ."""
@@ -105,14 +102,15 @@ class EndpointPicker:
         self._chunks = []
 
     def _on_headers(self, message: ProcessingRequest) -> Step:
-        self._head = head_of_headers(message.request_headers)
-        self._request_id = self._head.request_id or self._new_request_id()
-        if not self._head.request_id:
+        self._has_begun = True
+        self.head = head_of_headers(message.request_headers, self._settings.head_names)
+        self._request_id = self.head.request_id or self._new_request_id()
+        if not self.head.request_id:
             self._new_headers = {REQUEST_ID_HEADER: self._request_id}
         if message.request_headers.end_of_stream:
             self._has_ended = True
-            return facts_without_body(self._head.path, self._request_id, None)
-        return self._refuse_above(self._head.content_length_bytes or 0) or ()
+            return facts_without_body(self.head.path, self._request_id, None)
+        return self._refuse_above(self.head.content_length_bytes or 0) or ()
 
     def _collect(self, chunk: bytes) -> Refused | None:
         self._has_body = True
@@ -129,10 +127,9 @@ class EndpointPicker:
         return Refused(413, DropReason.BODY_TOO_LARGE) if body_bytes > self._settings.max_body_bytes else None
 
     def _end(self) -> Step:
-        assert self._head is not None
         self._has_ended = True
         body = b"".join(self._chunks)
-        kind = call_kind(self._head.path)
+        kind = call_kind(self.head.path)
         fields = parse(body)
         fault = None if self._settings.pass_malformed_bodies else fault_of(kind, fields)
         if fault is not None:

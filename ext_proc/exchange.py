@@ -7,12 +7,12 @@ the one place that ends an exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 
-from ext_proc import refusals
+from ext_proc import messages, refusals
 from ext_proc.body_modes import (
     FULL_DUPLEX,
     NONE,
@@ -21,8 +21,9 @@ from ext_proc.body_modes import (
     body_modes,
     stream_may_end_before_response,
 )
-from ext_proc.decision import Decider, Decision, Held, Placed, Refused
+from ext_proc.decision import Decider, Decision, DropReason, Held, Placed, Refused
 from ext_proc.endpoint_picker import EndpointPicker
+from ext_proc.explanation import in_one_line
 from ext_proc.gateway_metadata import subset_hint, subset_of
 from ext_proc.headers_first import HeadersFirst
 from ext_proc.ledger import Outcome, Reservation
@@ -38,6 +39,7 @@ class Exchange:
     __slots__ = (
         "_collected",
         "_decider",
+        "_explanation",
         "_last_kind",
         "_modes",
         "_new_request_id",
@@ -74,6 +76,7 @@ class Exchange:
         self._reservation: Reservation | None = None
         self._subset: Subset | None = None
         self._last_kind = ""
+        self._explanation: str | None = None
         self.held: Held | None = None
         """Set while the decision is awaited: then call `on_decision` once it has been made."""
         self.decided: Placed | Refused | None = None
@@ -118,10 +121,20 @@ class Exchange:
             self._subset = hint
         step = self._request.on_message(kind, message)
         if isinstance(step, RequestFacts):
-            return self._settle(self._decider.decide(self._limited(step), now_s))
+            return self._settle(self._decider.decide(self._completed(step), now_s))
         if isinstance(step, Refused):
             return self._settle(step)
         return step
+
+    def on_unreadable_message(self) -> Iterable[bytes]:
+        """The reply to a message that does not parse.
+
+        Request attributes are strings, which protobuf wants to be UTF-8, but Envoy 1.40 puts the bytes of
+        headers there as they came.
+        """
+        if self.decided is not None or self.held is not None:
+            return ()
+        return self._settle(Refused(400, DropReason.MALFORMED_HEADER))
 
     def on_decision(self) -> Iterable[bytes]:
         """The replies to what was held, now that it has been decided."""
@@ -159,15 +172,16 @@ class Exchange:
         if self._modes.request == FULL_DUPLEX:
             return EndpointPicker(self._settings, self._collected, self._new_request_id)
         if kind == "request_headers":
-            return HeadersFirst(self._modes.request, self._new_request_id)
-        return OneMessage(self._modes.request)
+            return HeadersFirst(self._modes.request, self._settings, self._new_request_id)
+        return OneMessage(self._modes.request, self._settings)
 
-    def _limited(self, facts: RequestFacts) -> RequestFacts:
-        """The facts with the ranks that the gateway, or a conformance test, allows."""
-        subset = self._subset
-        if self._settings.conformance_tests and self._request is not None:
-            selection = self._request.test_selection()
-            subset = subset_of([selection]) if selection else subset
+    def _completed(self, facts: RequestFacts) -> RequestFacts:
+        """The facts with what the head of the request says, and the ranks it is limited to."""
+        assert self._request is not None
+        head, subset = self._request.head, self._subset
+        if self._settings.conformance_tests and head.test_selection:
+            subset = subset_of([head.test_selection])
+        facts = head.complete(facts)
         return replace(facts, subset=subset) if subset is not None else facts
 
     def _settle(self, decision: Decision) -> Iterable[bytes]:
@@ -175,7 +189,11 @@ class Exchange:
             self.decided = decision
             self._reservation = decision.reservation
             assert self._request is not None
-            return self._request.on_placed(tuple(rank.endpoint for rank in decision.pick.ranks))
+            replies = self._request.on_placed(tuple(rank.endpoint for rank in decision.pick.ranks))
+            if decision.reservation.facts.wants_explanation:
+                self._explanation = in_one_line(decision)
+                return _explained(replies, self._explanation)
+            return replies
         if isinstance(decision, Refused):
             self.decided = decision
             if self._request is not None:
@@ -197,6 +215,7 @@ class Exchange:
                 self._modes.response,
                 renamed=self._request.renamed() if self._request is not None else None,
                 shows_served=self._settings.conformance_tests,
+                decision=self._explanation,
             )
         replies = self.response.on_message(kind, message)
         if self._reservation is not None:
@@ -205,3 +224,10 @@ class Exchange:
             if self.response.has_ended:
                 self._reservation.release(Outcome.ENDED, now_s)
         return replies
+
+
+def _explained(replies: Iterable[bytes], decision: str) -> Iterator[bytes]:
+    """The same replies, of which the first routes the request and tells the decision in words, too."""
+    remaining = iter(replies)
+    yield messages.explained(next(remaining), decision)
+    yield from remaining

@@ -14,7 +14,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from ext_proc import messages
 from ext_proc.body_modes import BUFFERED, NONE, STREAMED
 from ext_proc.facts import facts_without_body, read_facts, read_facts_of_prefix
-from ext_proc.protocol import Step
+from ext_proc.protocol import ProtocolSettings, Step
 from ext_proc.protocol_names import DESTINATION
 from ext_proc.request_head import REQUEST_ID_HEADER, RequestHead, head_of_headers
 from ext_proc.vocabulary import RequestFacts
@@ -23,12 +23,21 @@ from ext_proc.vocabulary import RequestFacts
 class HeadersFirst:
     """The request phases of one stream."""
 
-    __slots__ = ("_decided_by", "_head", "_mode", "_new_headers", "_new_request_id", "_request_id")
+    __slots__ = (
+        "_decided_by",
+        "_mode",
+        "_new_headers",
+        "_new_request_id",
+        "_request_id",
+        "_settings",
+        "head",
+    )
 
-    def __init__(self, mode: int, new_request_id: Callable[[], str]) -> None:
+    def __init__(self, mode: int, settings: ProtocolSettings, new_request_id: Callable[[], str]) -> None:
         self._mode = mode
+        self._settings = settings
         self._new_request_id = new_request_id
-        self._head = RequestHead(path="", request_id="")
+        self.head = RequestHead(path="", request_id="")
         self._request_id = ""
         self._new_headers: dict[str, str] = {}
         self._decided_by: str | None = None
@@ -42,7 +51,7 @@ class HeadersFirst:
         self._decided_by = kind
         if kind == "request_body":
             return self._facts_of_body(message)
-        return facts_without_body(self._head.path, self._request_id, None)
+        return facts_without_body(self.head.path, self._request_id, None)
 
     def on_placed(self, endpoints: tuple[str, ...]) -> Iterable[bytes]:
         """The reply to the message that decided."""
@@ -50,12 +59,8 @@ class HeadersFirst:
             return (messages.routed_with_header(endpoints),)
         if self._decided_by == "request_trailers":
             return (messages.routed_by_trailers(endpoints),)
-        remove = self._head.control_headers
+        remove = self.head.control_headers
         return (messages.headers_routed(endpoints, overwrite=self._new_headers, remove=remove),)
-
-    def test_selection(self) -> str | None:
-        """The rank that a conformance test asks for."""
-        return self._head.test_selection
 
     def renamed(self) -> None:
         """Names are not changed in these modes."""
@@ -64,7 +69,7 @@ class HeadersFirst:
         """Nothing is kept."""
 
     def _on_headers(self, message: ProcessingRequest) -> Step:
-        self._head = head = head_of_headers(message.request_headers)
+        self.head = head = head_of_headers(message.request_headers, self._settings.head_names)
         self._request_id = head.request_id or self._new_request_id()
         if not head.request_id:
             self._new_headers = {REQUEST_ID_HEADER: self._request_id}
@@ -82,7 +87,7 @@ class HeadersFirst:
         )
 
     def _facts_of_body(self, message: ProcessingRequest) -> RequestFacts:
-        head, body = self._head, message.request_body
+        head, body = self.head, message.request_body
         if body.end_of_stream or self._mode == BUFFERED:
             return read_facts(head.path, body.body, self._request_id)
         return read_facts_of_prefix(head.path, body.body, self._request_id, head.content_length_bytes)

@@ -14,6 +14,7 @@ from ext_proc.groups import GroupAccount, GroupFacts
 from ext_proc.output_lengths import OutputLengths
 from ext_proc.pools import Pools
 from ext_proc.prefix_index import matched_blocks_each
+from ext_proc.sessions import Sessions
 from ext_proc.settings import LedgerSettings, Targets
 from ext_proc.vocabulary import Rank, RankCounters, RankReport, RankState, RequestFacts
 
@@ -104,6 +105,7 @@ class Ledger:
         self.picks = 0
         """Reservations ever taken."""
         self.output_lengths = OutputLengths()
+        self.sessions = Sessions(settings.max_sessions)
         groups: dict[str, GroupAccount] = {}
         self._by_rank: dict[Rank, RankAccount] = {}
         for rank in ranks:
@@ -158,6 +160,8 @@ class Ledger:
         account.open_one(self.picks, facts.prompt_tokens)
         account.prefills.push(reservation, reservation.uncached_tokens, now_s)
         account.index.add(facts.prompt_blocks)
+        if facts.session is not None:
+            self.sessions.note(facts.session, account)
         self._cached = None
         account.group.note_phase(now_s)
 
@@ -191,6 +195,7 @@ class Ledger:
         self._foreign_requests -= account.foreign_requests
         account.record_report(report)
         self._foreign_requests += account.foreign_requests
+        self.pools.note_adapters(account.group, report.adapters)
         if report.counters is None or before is None or before.counters is None:
             return
         if report.counters.is_restart_of(before.counters):
@@ -220,6 +225,7 @@ class Ledger:
     def forget_cache(self, rank: Rank) -> None:
         """A rank says that its prefix cache is empty."""
         self._by_rank[rank].index.clear()
+        self._cached = None
 
     def record_failed_scrape(self, rank: Rank) -> None:
         """Take in that a rank did not answer."""

@@ -19,7 +19,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     TrailersResponse,
 )
 
-from ext_proc.protocol_names import DESTINATION, LB_NAMESPACE
+from ext_proc.protocol_names import DECISION_KEY, DECISION_NAMESPACE, DESTINATION, LB_NAMESPACE
 
 MAX_CHUNK_BYTES = 62_000
 """Largest piece of a streamed body: some Envoys take no more than 64 KiB."""
@@ -50,6 +50,14 @@ def routed(endpoints: tuple[str, ...]) -> bytes:
     reply = ProcessingResponse(request_body=BodyResponse())
     _put_destination(reply, endpoints)
     return _serialized(reply)
+
+
+def explained(reply: bytes, decision: str) -> bytes:
+    """A reply that routes a request, with the decision in words as further dynamic metadata."""
+    message = ProcessingResponse.FromString(reply)
+    namespace = message.dynamic_metadata.fields[DECISION_NAMESPACE].struct_value
+    namespace.fields[DECISION_KEY].string_value = decision
+    return _serialized(message)
 
 
 @lru_cache(maxsize=4096)

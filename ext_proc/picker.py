@@ -11,7 +11,11 @@ from math import inf
 from ext_proc.accounts import RankAccount
 from ext_proc.ledger import Ledger
 from ext_proc.policy import PickView, Policy
-from ext_proc.vocabulary import Pick, PickReason, Rank, RequestFacts
+from ext_proc.settings import Affinity
+from ext_proc.vocabulary import Pick, PickReason, Rank, RankCost, RequestFacts
+
+EXPLAINED_RANKS = 3
+"""Ranks whose costs a pick tells."""
 
 
 class Readiness(Enum):
@@ -35,25 +39,29 @@ class Busy:
     account: RankAccount
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What a pick would be and what each rank would cost."""
-
-    pick: Pick | None
-    """`None` if the request would be held."""
-    costs: Mapping[Rank, Mapping[str, float]]
-    cached_tokens: Mapping[Rank, int]
-
-
 class Picker:
     """Chooses ranks; reserves nothing."""
 
-    def __init__(self, ledger: Ledger, policy: Policy, *, pick_list_length: int, rng: random.Random) -> None:
-        """Picks name at most `pick_list_length` ranks; `rng` is for policies that draw."""
+    def __init__(
+        self,
+        ledger: Ledger,
+        policy: Policy,
+        *,
+        pick_list_length: int,
+        rng: random.Random,
+        affinity: Affinity | None = None,
+    ) -> None:
+        """Picks name at most `pick_list_length` ranks.
+
+        Args:
+            rng: for policies that draw.
+            affinity: what a preferred rank may cost more; needs a policy whose costs are seconds.
+        """
         self._ledger = ledger
         self.policy = policy
         self._pick_list_length = pick_list_length
         self._rng = rng
+        self._affinity = affinity
 
     def candidates(self, facts: RequestFacts) -> tuple[Sequence[RankAccount], PickReason]:
         """The ranks a request may go to, and the reason of a pick among them."""
@@ -61,37 +69,48 @@ class Picker:
         return ledger.pools.of(facts.model).candidates(facts.subset, ledger.availability)
 
     def pick(
-        self, facts: RequestFacts, now_s: float, readiness: Readinesses | None = None
+        self,
+        facts: RequestFacts,
+        now_s: float,
+        readiness: Readinesses | None = None,
+        *,
+        explain: bool = False,
     ) -> Pick | Busy | None:
         """The ranks for a request, best first; `None` if there is none or all are closed to it.
 
-        Equal costs go to the rank picked longest ago.
+        Equal costs go to the rank picked longest ago. A rank that the request has an affinity to goes before
+        the cheapest one, if it costs little more.
+
+        Args:
+            facts: the request.
+            now_s: the time.
+            readiness: of each rank; all are ready without it.
+            explain: tell what the ranks would cost, too.
         """
         view, reason = self._view(facts, now_s)
         if not view.accounts:
             return None
-        costs = self.policy.costs(view)
-        for position in _in_order(costs, view.accounts):
+        parts = self.policy.explain(view) if explain else None
+        costs = self.policy.costs(view) if parts is None else [sum(part.values()) for part in parts]
+        preferred = self._preferred(view, costs)
+        for position in _in_order(costs, view.accounts, None if preferred is None else preferred[0]):
             account = view.accounts[position]
             state = Readiness.READY
             if readiness is not None:
                 state = readiness(account, facts.prompt_tokens - view.cached_tokens[position])
             if state is Readiness.READY:
-                return Pick(self._with_alternatives(position, costs, view.accounts), reason)
+                if preferred is not None and preferred[0] == position:
+                    reason = preferred[1]
+                ranks = self._with_alternatives(position, costs, view.accounts)
+                return Pick(ranks, reason, () if parts is None else _explained(view, parts, position))
             if state is Readiness.BUSY:
                 return Busy(account)
         return None
 
-    def explain(self, facts: RequestFacts, now_s: float, readiness: Readinesses | None = None) -> Explanation:
-        """What `pick` would say, and why."""
+    def costs(self, facts: RequestFacts, now_s: float) -> list[RankCost]:
+        """What each rank that a request may go to would cost."""
         view, _ = self._view(facts, now_s)
-        ranks = [account.rank for account in view.accounts]
-        outcome = self.pick(facts, now_s, readiness)
-        return Explanation(
-            outcome if isinstance(outcome, Pick) else None,
-            dict(zip(ranks, self.policy.explain(view), strict=True)),
-            dict(zip(ranks, view.cached_tokens, strict=True)),
-        )
+        return _rank_costs(view, self.policy.explain(view))
 
     def _view(self, facts: RequestFacts, now_s: float) -> tuple[PickView, PickReason]:
         ledger = self._ledger
@@ -107,6 +126,25 @@ class Picker:
             rng=self._rng,
         )
         return view, reason
+
+    def _preferred(self, view: PickView, costs: Sequence[float]) -> tuple[int, PickReason] | None:
+        """Position of a rank to be preferred to the cheapest, and why; `None` if there is none."""
+        if self._affinity is None:
+            return None
+        facts, accounts = view.facts, view.accounts
+        least = min(costs)
+        last = self._ledger.sessions.last(facts.session)
+        if last is not None and last in accounts:
+            position = accounts.index(last)
+            if costs[position] <= least + self._affinity.session_bound_s:
+                return position, PickReason.SESSION
+        if self._ledger.pools.is_adapter(facts.model):
+            running = [
+                cost if facts.model in a.adapters else inf for cost, a in zip(costs, accounts, strict=True)
+            ]
+            if min(running) <= least + self._affinity.adapter_bound_s:
+                return _cheapest(running, accounts), PickReason.ADAPTER
+        return None
 
     def _with_alternatives(
         self, first: int, costs: Sequence[float], accounts: Sequence[RankAccount]
@@ -131,13 +169,14 @@ class Picker:
         return tuple(accounts[position].rank for position in chosen)
 
 
-def _in_order(costs: Sequence[float], accounts: Sequence[RankAccount]) -> Iterator[int]:
-    """Positions of the ranks, the cheapest first. They are sorted only if somebody asks for a second."""
-    first = _cheapest(costs, accounts)
+def _in_order(
+    costs: Sequence[float], accounts: Sequence[RankAccount], preferred: int | None
+) -> Iterator[int]:
+    """Positions of the ranks: the preferred one, then by cost. Sorted only if somebody asks for a second."""
+    first = _cheapest(costs, accounts) if preferred is None else preferred
     yield first
-    for _, _, position in sorted(
-        zip(costs, (a.pick_sequence for a in accounts), range(len(costs)), strict=True)
-    ):
+    sequences = (account.pick_sequence for account in accounts)
+    for _, _, position in sorted(zip(costs, sequences, range(len(costs)), strict=True)):
         if position != first:
             yield position
 
@@ -147,3 +186,16 @@ def _cheapest(costs: Sequence[float], accounts: Sequence[RankAccount]) -> int:
     least = min(costs)
     equals = [position for position, cost in enumerate(costs) if cost == least]
     return min(equals, key=lambda position: accounts[position].pick_sequence)
+
+
+def _explained(view: PickView, parts: Sequence[Mapping[str, float]], picked: int) -> tuple[RankCost, ...]:
+    costs = _rank_costs(view, parts)
+    others = sorted(costs[:picked] + costs[picked + 1 :], key=lambda one: one.cost)
+    return (costs[picked], *others[: EXPLAINED_RANKS - 1])
+
+
+def _rank_costs(view: PickView, parts: Sequence[Mapping[str, float]]) -> list[RankCost]:
+    return [
+        RankCost(account.rank, part, cached)
+        for account, part, cached in zip(view.accounts, parts, view.cached_tokens, strict=True)
+    ]

@@ -40,6 +40,8 @@ class Policy(Protocol):
     name: ClassVar[str]
     holds: ClassVar[bool]
     """Whether admission may hold requests for it; otherwise every request is placed when it arrives."""
+    in_seconds: ClassVar[bool]
+    """Whether costs are seconds, so that it means something how much more one rank costs than another."""
 
     def costs(self, view: PickView) -> Sequence[float]:
         """The cost of each rank of the view; lower is better."""
@@ -55,6 +57,7 @@ class ScorePolicy(ABC):
 
     name: ClassVar[str]
     holds: ClassVar[bool] = False
+    in_seconds: ClassVar[bool] = False
 
     @abstractmethod
     def costs(self, view: PickView) -> Sequence[float]:

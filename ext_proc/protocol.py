@@ -9,6 +9,7 @@ from typing import Protocol
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 
 from ext_proc.decision import Refused
+from ext_proc.request_head import DEFAULT_NAMES, HeadNames, RequestHead
 from ext_proc.vocabulary import RequestFacts
 
 
@@ -24,6 +25,8 @@ class ProtocolSettings:
     """Let the ranks answer bodies that no rank can serve, instead of refusing them with 400."""
     model_names: Mapping[str, str] = field(default_factory=dict)
     """Name that clients use for a model → name that the ranks know."""
+    head_names: HeadNames = DEFAULT_NAMES
+    """Headers whose names the configuration chooses."""
     conformance_tests: bool = False
     """Obey the headers of the endpoint-picker conformance tests. Lets any client choose its rank."""
 
@@ -60,8 +63,9 @@ class RequestSide(Protocol):
         """
         ...
 
-    def test_selection(self) -> str | None:
-        """The rank that a conformance test asks for."""
+    @property
+    def head(self) -> RequestHead:
+        """What is known of the request before its body."""
         ...
 
     def renamed(self) -> tuple[str, str] | None:

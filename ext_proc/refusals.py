@@ -21,6 +21,7 @@ _TOLD: dict[DropReason, tuple[str, str]] = {
     DropReason.NO_RANK: ("server_error", "No rank is available for this request."),
     DropReason.QUEUE_FULL: (_OVERLOADED, "Too many requests are waiting; try again later."),
     DropReason.SATURATED: (_OVERLOADED, "All ranks are busy; try again later."),
+    DropReason.MALFORMED_HEADER: (_INVALID, "A header or the path is not UTF-8."),
     DropReason.MALFORMED_BODY: (_INVALID, "The request body is not a JSON object."),
     DropReason.NO_MODEL: (_INVALID, "The request body names no model: 'model' must be a string."),
     DropReason.NO_PROMPT: (_INVALID, "The request body has no prompt, messages or input."),

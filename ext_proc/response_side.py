@@ -13,6 +13,7 @@ from ext_proc import messages
 from ext_proc.body_modes import FULL_DUPLEX
 from ext_proc.gateway_metadata import served_endpoint
 from ext_proc.model_names import NameRestorer
+from ext_proc.protocol_names import DECISION_HEADER
 from ext_proc.request_head import values
 from ext_proc.usage import Usage, UsageReader
 
@@ -23,6 +24,7 @@ class ResponseSide:
     """One response."""
 
     __slots__ = (
+        "_decision",
         "_full_duplex",
         "_renamed",
         "_restorer",
@@ -33,17 +35,21 @@ class ResponseSide:
         "status",
     )
 
-    def __init__(self, mode: int, *, renamed: tuple[str, str] | None, shows_served: bool) -> None:
+    def __init__(
+        self, mode: int, *, renamed: tuple[str, str] | None, shows_served: bool, decision: str | None
+    ) -> None:
         """A response in body mode `mode`.
 
         Args:
             mode: how its body travels.
             renamed: the model's name to the ranks and to the client, if they differ.
             shows_served: copy the served endpoint to a header, for the conformance tests.
+            decision: the decision in words, if the client wants to see it in a header.
         """
         self._full_duplex = mode == FULL_DUPLEX
         self._renamed = renamed if self._full_duplex else None
         self._shows_served = shows_served
+        self._decision = decision
         self._restorer: NameRestorer | None = None
         self._usage_reader = UsageReader()
         self.has_ended = False
@@ -81,6 +87,8 @@ class ResponseSide:
             self._restorer = NameRestorer(rank_name=rank_name, client_name=client_name)
             remove.append("content-length")
         shown = {TEST_SERVED_HEADER: self.served} if self._shows_served and self.served else {}
+        if self._decision is not None:
+            shown[DECISION_HEADER] = self._decision
         return (messages.headers_changed("response_headers", overwrite=shown, remove=remove),)
 
     def _on_body(self, chunk: bytes, end_of_stream: bool) -> Iterable[bytes]:

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import grpc
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from google.protobuf.message import DecodeError
 
 from ext_proc.body_modes import UnsupportedModeError
 from ext_proc.decision import Decider, Held, Placed, Refused
@@ -189,7 +190,12 @@ class ExtProcServer:
                     return
                 started_s = time.perf_counter()
                 was_undecided = exchange.decided is None
-                replies = exchange.on_message(ProcessingRequest.FromString(data), time.monotonic())
+                try:
+                    message = ProcessingRequest.FromString(data)
+                except DecodeError:
+                    replies = exchange.on_unreadable_message()
+                else:
+                    replies = exchange.on_message(message, time.monotonic())
                 if was_undecided and exchange.decided is not None:
                     self._observe_decision(exchange.decided, time.perf_counter() - started_s)
                 for reply in replies:

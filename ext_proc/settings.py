@@ -31,6 +31,18 @@ class LedgerSettings:
     """Tokens of a block of the prefix index."""
     index_blocks: int = 32_768
     """Blocks remembered per rank until the rank reports the size of its KV cache."""
+    max_sessions: int = 65_536
+    """Sessions whose last rank is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Affinity:
+    """How much more a rank may cost than the policy's choice and still be preferred to it, in seconds."""
+
+    session_bound_s: float = 0.5
+    """The rank that served the session last."""
+    adapter_bound_s: float = 0.5
+    """A rank that runs the LoRA adapter asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,8 @@ class AdmissionSettings:
     targets: Targets = Targets()
     full_kv_usage: float = 0.95
     """KV use from which a rank with waiting requests gets no more."""
+    explains_all: bool = False
+    """Tell with every decision what the ranks would have cost, not only where the client asks for it."""
 
     def never_holding(self) -> AdmissionSettings:
         """The same, but every request is placed when it arrives."""

@@ -6,6 +6,7 @@ The meaning of each word is fixed in the README's vocabulary table.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -83,6 +84,8 @@ class RankReport:
     """Size of the KV cache (`vllm:cache_config_info`)."""
     engine_steps: int | None = None
     """Steps with work that the engine has done since it started (`vllm:iteration_tokens_total_count`)."""
+    adapters: frozenset[str] = frozenset()
+    """LoRA adapters that its requests use now, running or waiting (`vllm:lora_requests_info`)."""
 
 
 class CallKind(StrEnum):
@@ -119,6 +122,10 @@ class RequestFacts:
     """Lower is more urgent, as in vLLM."""
     tenant: str = ""
     """Whose request it is, for fairness between tenants."""
+    session: int | None = None
+    """The conversation it belongs to, as a hash of its name; `None`: none that is known."""
+    wants_explanation: bool = False
+    """Whether the client wants to see why the request goes where it goes."""
 
 
 class RankState(StrEnum):
@@ -138,8 +145,28 @@ class PickReason(StrEnum):
 
     POLICY = "policy"
     """The policy's choice among all ranks it may use."""
+    SESSION = "session"
+    """The rank that served the session last; it costs no more than a bound above the policy's choice."""
+    ADAPTER = "adapter"
+    """A rank that runs the LoRA adapter asked for, within a bound likewise."""
     NO_HEALTHY_GROUP = "no_healthy_group"
     """Every group had a rank that is down: the pick ignored health rather than refuse."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankCost:
+    """What a request would cost on one rank."""
+
+    rank: Rank
+    parts: Mapping[str, float]
+    """What the cost is the sum of, in the policy's unit."""
+    cached_tokens: int
+    """Prompt tokens that the rank probably has in its cache."""
+
+    @property
+    def cost(self) -> float:
+        """Lower is better."""
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +176,8 @@ class Pick:
     ranks: tuple[Rank, ...]
     """In order of preference, distinct, never empty; Envoy retries down the list."""
     reason: PickReason
+    costs: tuple[RankCost, ...] = ()
+    """Of the rank picked, then of the cheapest others; empty unless asked for."""
 
     @property
     def first(self) -> Rank:

@@ -46,6 +46,8 @@ class GroupSection(Section):
     """Name of the group, unique; it is part of every rank's name."""
     model: Annotated[str, Field(min_length=1, max_length=256)]
     """Model name clients ask for."""
+    other_names: Annotated[tuple[str, ...], Field(max_length=4096)] = ()
+    """More names under which clients may ask for what the group serves: aliases, LoRA adapters."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Token budget of the engines' steps. Where it is not said, it is learned."""
     step_time: StepTimeSection = StepTimeSection()

@@ -6,6 +6,7 @@ Must never know a section's fields.
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -73,6 +74,12 @@ def _gateway_address(value: str) -> str:
     return _listen_address(value) if value.startswith("unix:") else _canonical_endpoint(value)
 
 
+def _header_name(value: str) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", value):
+        raise ValueError(f"{value!r} is not a header's name in lower case, e.g. x-tenant")
+    return value
+
+
 def _argument(value: object) -> object:
     """YAML reads `--port, 8000` as a string and a number; on a command line both are text."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
@@ -86,6 +93,7 @@ ReachableIpAddress = Annotated[str, AfterValidator(_reachable_ip_address), Field
 Endpoint = Annotated[str, AfterValidator(_canonical_endpoint), Field(examples=["10.0.0.1:8000"])]
 ListenAddress = Annotated[str, AfterValidator(_listen_address), Field(examples=[f"{LOOPBACK}:9002"])]
 GatewayAddress = Annotated[str, AfterValidator(_gateway_address), Field(examples=["10.0.0.2:9002"])]
+HeaderName = Annotated[str, AfterValidator(_header_name), Field(examples=["x-tenant"])]
 Argument = Annotated[str, BeforeValidator(_argument)]
 
 

@@ -17,10 +17,11 @@ from ext_proc.groups import GroupFacts
 from ext_proc.ledger import Ledger
 from ext_proc.picker import Picker
 from ext_proc.policies import make_policy
-from ext_proc.settings import AdmissionSettings, LedgerSettings, Targets
+from ext_proc.settings import AdmissionSettings, Affinity, LedgerSettings, Targets
 from ext_proc.step_times import UNKNOWN_BUDGET_TOKENS, StepCosts, StepTimes
 from ext_proc.vocabulary import RequestFacts
 from gateway.config import Config
+from gateway.config_gateway import GatewaySection
 from gateway.config_groups import Group
 
 
@@ -34,6 +35,7 @@ def build_ledger(config: Config) -> Ledger:
             stale_after_s=reports.stale_after_s,
             down_after_failures=reports.down_after_failures,
             block_tokens=BLOCK_TOKENS,
+            max_sessions=config.gateway.sessions.max_sessions,
         ),
         _targets(config),
     )
@@ -42,11 +44,13 @@ def build_ledger(config: Config) -> Ledger:
 def build_admission(config: Config, ledger: Ledger) -> Admission:
     """The configured policy and admission over a ledger."""
     settings, section = config.gateway, config.gateway.admission
+    policy = make_policy(settings.policy)
     picker = Picker(
         ledger,
-        make_policy(settings.policy),
+        policy,
         pick_list_length=settings.pick_list_length,
         rng=random.Random(),
+        affinity=_affinity(settings) if policy.in_seconds else None,
     )
     return Admission(
         ledger,
@@ -58,6 +62,7 @@ def build_admission(config: Config, ledger: Ledger) -> Admission:
             max_held_requests=section.max_held_requests,
             max_held_tokens=section.max_held_tokens,
             targets=_targets(config),
+            explains_all=settings.log_decisions,
         ),
     )
 
@@ -101,6 +106,12 @@ def _targets(config: Config) -> Targets:
     return Targets(ttft_s=section.ttft_ms / 1e3, tpot_s=section.tpot_ms / 1e3)
 
 
+def _affinity(settings: GatewaySection) -> Affinity:
+    return Affinity(
+        session_bound_s=settings.sessions.bound_ms / 1e3, adapter_bound_s=settings.adapters.bound_ms / 1e3
+    )
+
+
 def _group_facts(group: Group) -> GroupFacts:
     prior = StepCosts(
         fixed_s=group.step_time.fixed_ms / 1e3,
@@ -118,4 +129,5 @@ def _group_facts(group: Group) -> GroupFacts:
             budget_is_known=budget_tokens is not None,
         ),
         block_tokens=BLOCK_TOKENS,
+        models=(group.model, *group.other_names),
     )

@@ -25,7 +25,7 @@ def render(config: Config) -> dict[str, Json]:
         "node": {"id": "wavegate", "cluster": "wavegate"},
         "admin": {"address": ip_address(envoy.admin_host, envoy.admin_port)},
         "static_resources": {
-            "listeners": [openai_listener(envoy)],
+            "listeners": [openai_listener(envoy, config.gateway.head_names)],
             "clusters": [ranks_cluster(config), ext_proc_cluster(config)],
         },
         # Connections of clients are the one thing the circuit breakers do not bound.

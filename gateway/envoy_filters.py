@@ -5,8 +5,8 @@ Must never decide what a mode is made of: `envoy_modes` does.
 
 from __future__ import annotations
 
-from ext_proc.protocol_names import LB_NAMESPACE, STREAM_END_METADATA, SUBSET_NAMESPACE
-from ext_proc.request_head import PATH_ATTRIBUTE, REQUEST_ID_ATTRIBUTE
+from ext_proc.protocol_names import DECISION_NAMESPACE, LB_NAMESPACE, STREAM_END_METADATA, SUBSET_NAMESPACE
+from ext_proc.request_head import HeadNames, request_attributes
 from gateway.config_envoy import EnvoySection
 from gateway.envoy_gateways import EXT_PROC_CLUSTER
 from gateway.envoy_modes import MODES, ModeTraits
@@ -16,14 +16,14 @@ _FILTERS = "envoy.filters.http"
 _TYPES = "envoy.extensions.filters.http"
 
 
-def http_filters(envoy: EnvoySection) -> list[Json]:
+def http_filters(envoy: EnvoySection, names: HeadNames) -> list[Json]:
     """The filters in the order in which requests pass them."""
     mode = MODES[envoy.mode]
     buffer = [_buffer_filter(envoy)] if mode.holds_headers else []
-    return [_ext_proc_filter(envoy, mode), *buffer, _router_filter()]
+    return [_ext_proc_filter(envoy, mode, names), *buffer, _router_filter()]
 
 
-def _ext_proc_filter(envoy: EnvoySection, mode: ModeTraits) -> dict[str, Json]:
+def _ext_proc_filter(envoy: EnvoySection, mode: ModeTraits, names: HeadNames) -> dict[str, Json]:
     return {
         "name": f"{_FILTERS}.ext_proc",
         "typed_config": typed(
@@ -33,7 +33,7 @@ def _ext_proc_filter(envoy: EnvoySection, mode: ModeTraits) -> dict[str, Json]:
             failure_mode_allow=True,
             message_timeout=duration(envoy.message_timeout_s),
             processing_mode=_processing_mode(mode),
-            **_head_of_request(mode),
+            **_head_of_request(mode, names),
             metadata_options=_metadata_options(mode),
         ),
     }
@@ -58,14 +58,14 @@ def _processing_mode(mode: ModeTraits) -> dict[str, Json]:
     }
 
 
-def _head_of_request(mode: ModeTraits) -> dict[str, Json]:
+def _head_of_request(mode: ModeTraits, names: HeadNames) -> dict[str, Json]:
     """Where headers are not sent: what of them comes with the body."""
-    return {} if mode.sends_headers else {"request_attributes": [PATH_ATTRIBUTE, REQUEST_ID_ATTRIBUTE]}
+    return {} if mode.sends_headers else {"request_attributes": list(request_attributes(names))}
 
 
 def _metadata_options(mode: ModeTraits) -> dict[str, Json]:
-    """Dynamic metadata that the gateway may set (the pick), and that it gets to see."""
-    options: dict[str, Json] = {"receiving_namespaces": {"untyped": [LB_NAMESPACE]}}
+    """Dynamic metadata that the gateway may set (the pick, and its reasons), and that it gets to see."""
+    options: dict[str, Json] = {"receiving_namespaces": {"untyped": [LB_NAMESPACE, DECISION_NAMESPACE]}}
     if mode.sees_responses:
         options["forwarding_namespaces"] = {"untyped": [LB_NAMESPACE, SUBSET_NAMESPACE]}
     return options

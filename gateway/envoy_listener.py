@@ -5,6 +5,7 @@ Must never know about single ranks: those are the clusters' matter.
 
 from __future__ import annotations
 
+from ext_proc.request_head import HeadNames
 from gateway.config_envoy import EnvoySection
 from gateway.envoy_filters import http_filters
 from gateway.envoy_local_replies import local_replies
@@ -28,7 +29,7 @@ _SOCKET_KEEPALIVE: list[Json] = [
 was quiet is noticed within 45 s, and its rank set free."""
 
 
-def openai_listener(envoy: EnvoySection) -> dict[str, Json]:
+def openai_listener(envoy: EnvoySection, names: HeadNames) -> dict[str, Json]:
     """The OpenAI-compatible front door, HTTP/1.1 and HTTP/2."""
     return {
         "name": "openai",
@@ -40,7 +41,7 @@ def openai_listener(envoy: EnvoySection) -> dict[str, Json]:
                 "filters": [
                     {
                         "name": "envoy.filters.network.http_connection_manager",
-                        "typed_config": _connection_manager(envoy),
+                        "typed_config": _connection_manager(envoy, names),
                     }
                 ]
             }
@@ -54,7 +55,7 @@ def _connection_buffer_bytes(envoy: EnvoySection) -> int:
     return envoy.partial_body_bytes if MODES[envoy.mode].sends_part_of_body else CONNECTION_BUFFER_BYTES
 
 
-def _connection_manager(envoy: EnvoySection) -> dict[str, Json]:
+def _connection_manager(envoy: EnvoySection, names: HeadNames) -> dict[str, Json]:
     return typed(
         "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         stat_prefix="openai",
@@ -70,7 +71,7 @@ def _connection_manager(envoy: EnvoySection) -> dict[str, Json]:
         route_config={
             "virtual_hosts": [{"name": "ranks", "domains": ["*"], "routes": [route(envoy)]}],
         },
-        http_filters=http_filters(envoy),
+        http_filters=http_filters(envoy, names),
         local_reply_config=local_replies(envoy),
         access_log=access_logs(envoy),
     )

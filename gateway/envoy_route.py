@@ -5,13 +5,21 @@ Must never choose a rank: the pick does, or the ranks cluster's fallback policy.
 
 from __future__ import annotations
 
-from ext_proc.protocol_names import DESTINATION
+from ext_proc.protocol_names import (
+    DECISION_HEADER,
+    DECISION_KEY,
+    DECISION_NAMESPACE,
+    DESTINATION,
+    GATEWAY_HEADERS,
+)
 from gateway.config_envoy import EnvoySection
 from gateway.envoy_modes import MODES
 from gateway.envoy_ranks import RANK_OF_REQUEST, RANKS_CLUSTER
 from gateway.envoy_types import Json, typed
 
 RANK_HEADER = "x-wavegate-rank"
+
+_DECISION = f"%DYNAMIC_METADATA({DECISION_NAMESPACE}:{DECISION_KEY})%"
 
 
 def route(envoy: EnvoySection) -> dict[str, Json]:
@@ -25,12 +33,17 @@ def route(envoy: EnvoySection) -> dict[str, Json]:
             "retry_policy": _retry_policy(envoy.retries),
         },
         # vLLM takes the first as an index local to the server: anything but 0 is a 400 in external mode.
-        "request_headers_to_remove": ["x-data-parallel-rank", DESTINATION],
+        "request_headers_to_remove": ["x-data-parallel-rank", DESTINATION, *GATEWAY_HEADERS],
         "response_headers_to_add": [
             {
                 "header": {"key": RANK_HEADER, "value": RANK_OF_REQUEST},
                 "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
-            }
+            },
+            # Left out where it is empty: where the client has not asked for it.
+            {
+                "header": {"key": DECISION_HEADER, "value": _DECISION},
+                "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+            },
         ],
     }
 

@@ -17,7 +17,8 @@ from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
 from ext_proc.vocabulary import Rank, RankReport
 from gateway.admin import admin_app
 from gateway.admin_groups import group_routes
-from gateway.config import Config, GatewaySection, SupervisionSection
+from gateway.config import Config, SupervisionSection
+from gateway.config_gateway import GatewaySection
 from gateway.config_types import endpoint
 from gateway.decision import LiveAdmission, build_admission, build_ledger
 from gateway.failed_answers import failed_answers_handler
@@ -81,8 +82,9 @@ class GatewayServer:
         settings = config.gateway
         self._config = config
         self.ledger = build_ledger(config)
-        self._telemetry = Telemetry(self.ledger)
-        decider = LiveAdmission(build_admission(config, self.ledger))
+        self._admission = build_admission(config, self.ledger)
+        self._telemetry = Telemetry(self.ledger, self._admission)
+        decider = LiveAdmission(self._admission)
         self._ext_proc = ExtProcServer(
             decider,
             _server_settings(settings),
@@ -123,6 +125,7 @@ class GatewayServer:
             admin_app(
                 self._config,
                 self.ledger,
+                self._admission,
                 self._telemetry,
                 lambda: self._is_ready,
                 group_routes(self.ledger, self._rotation, self._monitor),
@@ -186,6 +189,7 @@ def _protocol_settings(config: Config) -> ProtocolSettings:
         max_collected_bytes=picker.max_collected_bytes,
         pass_malformed_bodies=picker.pass_malformed_bodies,
         model_names=picker.model_names,
+        head_names=config.gateway.head_names,
         conformance_tests=picker.conformance_tests,
     )
 

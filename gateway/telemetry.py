@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from ext_proc.admission import Admission
 from ext_proc.decision import Placed, Refused
 from ext_proc.ledger import Ledger
 from ext_proc.usage import Usage
@@ -26,7 +27,7 @@ PICK_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.
 class Telemetry:
     """Owns the registry that `/metrics` exposes."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, admission: Admission) -> None:
         self.registry = CollectorRegistry()
         self._picks = Counter(
             "wavegate_picks",
@@ -70,7 +71,7 @@ class Telemetry:
             ["rank", "result"],
             registry=self.registry,
         )
-        self.registry.register(_LedgerCollector(ledger))
+        self.registry.register(_LedgerCollector(ledger, admission))
 
     def on_placed(self, placed: Placed, duration_s: float) -> None:
         """Count a pick, and how long the request was held before it."""
@@ -96,43 +97,75 @@ class Telemetry:
 
 
 class _LedgerCollector(Collector):
-    """Gauges computed from the ledger at the moment of a scrape."""
+    """Gauges computed from the decision's objects at the moment of a scrape."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, admission: Admission) -> None:
         self._ledger = ledger
+        self._admission = admission
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         now_s = time.monotonic()
-        reservations = GaugeMetricFamily(
-            "wavegate_reservations", "Requests placed and not yet ended.", labels=["rank"]
+        yield from self._of_ranks(now_s)
+        yield from self._of_groups()
+        admission = self._admission
+        yield GaugeMetricFamily(
+            "wavegate_held_requests", "Requests waiting in the gateway.", value=admission.held_requests
         )
-        unobserved = GaugeMetricFamily(
+        yield GaugeMetricFamily(
+            "wavegate_held_prompt_tokens", "Prompt tokens of those that wait.", value=admission.held_tokens
+        )
+        yield GaugeMetricFamily(
+            "wavegate_sessions", "Sessions whose last rank is remembered.", value=len(self._ledger.sessions)
+        )
+
+    def _of_ranks(self, now_s: float) -> Iterator[GaugeMetricFamily]:
+        ledger = self._ledger
+        reservations = _by("rank", "wavegate_reservations", "Requests placed and not yet ended.")
+        unobserved = _by(
+            "rank",
             "wavegate_unobserved_reservations",
             "Reservations whose end only the rank's reports can show.",
-            labels=["rank"],
         )
-        report_age = GaugeMetricFamily(
-            "wavegate_report_age_seconds", "Age of the rank's last report.", labels=["rank"]
-        )
-        load = GaugeMetricFamily(
-            "wavegate_expected_load", "Requests the ledger expects on the rank.", labels=["rank"]
-        )
-        healthy = GaugeMetricFamily(
-            "wavegate_group_healthy", "1 if the group is in rotation.", labels=["group"]
-        )
+        report_age = _by("rank", "wavegate_report_age_seconds", "Age of the rank's last report.")
+        load = _by("rank", "wavegate_expected_load", "Requests the ledger expects on the rank.")
         states: Tally[RankState] = Tally()
-        for account, expected in zip(self._ledger.accounts, self._ledger.loads(now_s), strict=True):
+        for account, expected in zip(ledger.accounts, ledger.loads(now_s), strict=True):
             name = [account.rank.name]
             reservations.add_metric(name, account.reservations)
             unobserved.add_metric(name, len(account.unobserved))
             load.add_metric(name, expected)
             if account.report is not None:
                 report_age.add_metric(name, now_s - account.report.taken_at_s)
-            states[self._ledger.state(account, now_s)] += 1
-        for group in self._ledger.groups:
-            serves = group.is_healthy and group.in_rotation
-            healthy.add_metric([group.name], float(serves))
-        ranks = GaugeMetricFamily("wavegate_ranks", "Ranks by state of their reports.", labels=["state"])
+            states[ledger.state(account, now_s)] += 1
+        ranks = _by("state", "wavegate_ranks", "Ranks by state of their reports.")
         for state in RankState:
             ranks.add_metric([state.value], states[state])
-        yield from (reservations, unobserved, report_age, load, healthy, ranks)
+        yield from (reservations, unobserved, report_age, load, ranks)
+
+    def _of_groups(self) -> Iterator[GaugeMetricFamily]:
+        healthy = _by("group", "wavegate_group_healthy", "1 if the group is in rotation.")
+        steps = GaugeMetricFamily(
+            "wavegate_step_seconds",
+            "Length of an engine step at the present load: one that only decodes, one with a full chunk.",
+            labels=["group", "kind"],
+        )
+        budget = _by("group", "wavegate_budget_tokens", "Token budget of the engine's steps.")
+        prefilling = _by("group", "wavegate_group_prefilling", "1 while some rank of the group prefills.")
+        lead = _by("group", "wavegate_lead_tokens", "Lead of decoding on the TPOT target, in tokens.")
+        blocks = _by("group", "wavegate_prefix_index_blocks", "Prompt blocks in the prefix indexes.")
+        size = _by("group", "wavegate_prefix_index_bytes", "Memory of the prefix indexes.")
+        for group in self._ledger.groups:
+            name = [group.name]
+            healthy.add_metric(name, float(group.is_healthy and group.in_rotation))
+            steps.add_metric([group.name, "decode"], group.decode_step_s)
+            steps.add_metric([group.name, "prefill"], group.prefill_step_s)
+            budget.add_metric(name, group.times.budget_tokens)
+            prefilling.add_metric(name, float(group.is_prefilling))
+            lead.add_metric(name, group.lead.tokens)
+            blocks.add_metric(name, sum(len(account.index) for account in group.accounts))
+            size.add_metric(name, sum(account.index.memory_bytes() for account in group.accounts))
+        yield from (healthy, steps, budget, prefilling, lead, blocks, size)
+
+
+def _by(label: str, name: str, meaning: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, meaning, labels=[label])

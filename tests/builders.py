@@ -10,7 +10,7 @@ from ext_proc.groups import GroupFacts
 from ext_proc.ledger import Ledger
 from ext_proc.picker import Picker
 from ext_proc.policies import make_policy
-from ext_proc.settings import AdmissionSettings, LedgerSettings, Targets
+from ext_proc.settings import AdmissionSettings, Affinity, LedgerSettings, Targets
 from ext_proc.step_times import StepCosts, StepTimes
 from ext_proc.vocabulary import CallKind, Rank, RankCounters, RankReport, RequestFacts
 
@@ -113,9 +113,21 @@ def pool(
     return ledger
 
 
-def picker(ledger: Ledger, policy: str = "lockstep", *, pick_list_length: int = 3) -> Picker:
+def picker(
+    ledger: Ledger,
+    policy: str = "lockstep",
+    *,
+    pick_list_length: int = 3,
+    affinity: Affinity | None = None,
+) -> Picker:
     """A policy over `ledger`."""
-    return Picker(ledger, make_policy(policy), pick_list_length=pick_list_length, rng=random.Random(0))
+    return Picker(
+        ledger,
+        make_policy(policy),
+        pick_list_length=pick_list_length,
+        rng=random.Random(0),
+        affinity=affinity,
+    )
 
 
 def admission(ledger: Ledger, settings: AdmissionSettings | None = None) -> Admission:

@@ -45,6 +45,7 @@ class Lockstep:
 
     name: ClassVar[str] = "lockstep"
     holds: ClassVar[bool] = True
+    in_seconds: ClassVar[bool] = True
 
     def costs(self, view: PickView) -> Sequence[float]:
         """Seconds per rank."""

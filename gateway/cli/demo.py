@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 
 from gateway.cli.options import fail
-from gateway.config import Config, GatewaySection
+from gateway.config import Config
 from gateway.config_envoy import EnvoySection
+from gateway.config_gateway import GatewaySection
 from gateway.config_types import endpoint, split_endpoint
 from gateway.deployment import StartFailed
 from gateway.ports import port_problems

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from gateway.cli.options import fail, load_config
-from gateway.config import GatewaySection
+from gateway.config_gateway import GatewaySection
 from gateway.config_types import endpoint
 from gateway.plan import reachable
 from gateway.rank_table import rank_table

@@ -20,6 +20,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ext_proc.decision import DropReason
 from ext_proc.health import LIVENESS, READINESS, SERVICE_NAME
 from tests.builders import balancer, group, pool
 from tests.hermetic.conftest import ExtProcClient, Serve, chat, whole_body
@@ -163,16 +164,33 @@ async def test_a_second_whole_body_on_one_stream_takes_no_second_reservation(ser
         assert sum(account.reservations for account in ledger.accounts) == 1
 
 
-async def test_a_message_that_is_no_protobuf_ends_its_stream_and_no_other(serve_ext_proc: Serve) -> None:
+async def test_a_message_that_does_not_parse_is_refused_and_no_other_stream_ends(
+    serve_ext_proc: Serve,
+) -> None:
     ledger = pool(RANKS)
     async with serve_ext_proc(balancer(ledger)) as served:
         kept = served.client.open()
         await served.client.exchange(kept, whole_body(chat()))
         raw = served.client.channel.stream_stream(f"/{SERVICE_NAME}/Process")()
         await raw.write(b"\xff\xff\xff")
-        with pytest.raises(grpc.aio.AioRpcError):
-            await raw.read()
+        refused = ProcessingResponse.FromString(await raw.read())
+        assert refused.immediate_response.status.code == 400
+        assert await raw.read() is grpc.aio.EOF
         assert sum(account.reservations for account in ledger.accounts) == 1
+        assert [one.reason for one in served.observed.refused] == [DropReason.MALFORMED_HEADER]
+
+
+async def test_bytes_in_a_header_that_are_no_utf8_are_refused_by_name(serve_ext_proc: Serve) -> None:
+    """As Envoy 1.40 sends them: in a string attribute, just as they came."""
+    sent = (
+        whole_body(chat(), request_id="not-utf-8").SerializeToString().replace(b"not-utf-8", b"not-utf-\xff")
+    )
+    async with serve_ext_proc(balancer(pool(RANKS))) as served:
+        raw = served.client.channel.stream_stream(f"/{SERVICE_NAME}/Process")()
+        await raw.write(sent)
+        refused = ProcessingResponse.FromString(await raw.read())
+    assert refused.immediate_response.status.code == 400
+    assert b"UTF-8" in refused.immediate_response.body
 
 
 async def test_a_body_of_the_largest_accepted_size_is_read(serve_ext_proc: Serve) -> None:

@@ -105,13 +105,18 @@ async def test_status_shows_what_each_rank_reports(run_gateway: RunGateway) -> N
                 "waiting": 2,
                 "kv_cache_usage": 0.25,
                 "wave": None,
+                "adapters": [],
                 "reservations": 0,
                 "unobserved": 0,
+                "prefilling": 0,
                 "picks": 0,
             }
             (group,) = status["groups"]
             assert (group["name"], group["engine"], group["healthy"]) == ("g0", "adopted", True)
             assert group["prefill_step_ms"] > group["decode_step_ms"] > 0
+            assert group["step_time"]["fixed_ms"] == 20
+            assert status["held"] == {"requests": 0, "tokens": 0}
+            assert status["targets"] == {"ttft_ms": 2000, "tpot_ms": 100}
 
 
 async def test_a_pick_shows_as_a_reservation_until_its_stream_ends(run_gateway: RunGateway) -> None:

@@ -180,3 +180,14 @@ def test_no_gateway_stands_by_for_itself(standby: list[str]) -> None:
 
 def test_a_standby_gateway_is_an_address_that_envoy_can_send_to() -> None:
     assert "names no machine" in reasons(embedded(), envoy={"standby_gateways": ["0.0.0.0:9002"]})
+
+
+def test_sessions_need_a_policy_that_tells_how_much_worse_a_rank_is() -> None:
+    assert config(embedded(), gateway={"sessions": {"header": "x-chat"}})
+    refused = reasons(embedded(), gateway={"policy": "least_request", "sessions": {"header": "x-chat"}})
+    assert "the policy least_request does not tell" in refused
+
+
+@pytest.mark.parametrize("header", ["X-Tenant", "x tenant", "", "x'] || true", "x" * 65])
+def test_a_headers_name_is_written_in_lower_case(header: str) -> None:
+    assert "is not a header's name" in reasons(embedded(), gateway={"admission": {"tenant_header": header}})

@@ -93,7 +93,13 @@ def test_attributes_are_asked_for_only_where_headers_are_not_sent() -> None:
     def attributes(mode: str) -> Any:
         return http_filter(rendered(envoy={"mode": mode}), "ext_proc").get("request_attributes")
 
-    assert attributes("one_message") == ["request.path", "request.id"]
+    assert attributes("one_message") == [
+        "request.path",
+        "request.id",
+        "request.headers['x-wavegate-priority']",
+        "request.headers['x-wavegate-tenant']",
+        "request.headers['x-wavegate-explain']",
+    ]
     assert attributes("header_only") is None
 
 
@@ -217,3 +223,22 @@ def test_a_configured_envoy_must_be_executable(tmp_path: Path) -> None:
 
 def test_several_envoys_can_run_on_one_host() -> None:
     assert "--disable-hot-restart" in command(Path("envoy"), Path("envoy.yaml"))
+
+
+def test_headers_that_the_configuration_names_are_asked_for_and_passed_on() -> None:
+    gateway = {
+        "admission": {"tenant_header": "x-team"},
+        "sessions": {"header": "x-chat"},
+        "explain_to_clients": False,
+    }
+    configuration = rendered(gateway=gateway)
+    assert http_filter(configuration, "ext_proc")["request_attributes"] == [
+        "request.path",
+        "request.id",
+        "request.headers['x-wavegate-priority']",
+        "request.headers['x-team']",
+        "request.headers['x-chat']",
+    ]
+    removed = route(configuration)["request_headers_to_remove"]
+    assert {"x-wavegate-priority", "x-wavegate-tenant", "x-wavegate-explain"} <= set(removed)
+    assert not {"x-team", "x-chat"} & set(removed)

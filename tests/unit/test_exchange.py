@@ -130,6 +130,54 @@ def test_what_fails_is_released_where_an_end_would_leave_it_unobserved() -> None
     assert (stream.reservations, stream.unobserved) == (0, 0)
 
 
+def decisions_told(replies: Sequence[ProcessingResponse]) -> list[str]:
+    """The decisions in words that replies carry as dynamic metadata."""
+    return [
+        reply.dynamic_metadata["wavegate"]["decision"]
+        for reply in replies
+        if "wavegate" in reply.dynamic_metadata.fields
+    ]
+
+
+def destinations(replies: Sequence[ProcessingResponse]) -> list[str]:
+    """Where replies send the request, by dynamic metadata."""
+    return [
+        reply.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"]
+        for reply in replies
+        if "envoy.lb" in reply.dynamic_metadata.fields
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_client_that_asks_is_told_the_decision_with_the_route(mode: str) -> None:
+    curious = REQ(headers=[("x-wavegate-explain", "1")])
+    stream = Stream()
+    replies = stream.tell(*in_modes(curious, request=mode))
+    (told,) = decisions_told(replies)
+    assert told.startswith("rank=g0/0 reason=policy held_ms=0; g0/0 ")
+    assert stream.decider.asked[0].wants_explanation
+    others = Stream().tell(*in_modes(REQ(), request=mode))
+    assert decisions_told(others) == []
+    assert destinations(replies) == destinations(others) != []
+
+
+def test_what_is_known_of_a_request_before_its_body_is_part_of_its_facts() -> None:
+    headers = [("x-wavegate-priority", "-2"), ("x-wavegate-tenant", "red")]
+    stream = Stream()
+    stream.tell(*REQ(headers=headers))
+    assert (stream.decider.asked[0].priority, stream.decider.asked[0].tenant) == (-2, "red")
+
+
+def test_where_the_response_passes_by_the_decision_is_added_to_its_headers() -> None:
+    curious = REQ(headers=[("x-wavegate-explain", "1")])
+    _, *response = Stream().tell(*curious, *RESPONSE(b"x"))[1:]
+    shown = {
+        option.header.key: option.header.raw_value.decode()
+        for option in response[0].response_headers.response.header_mutation.set_headers
+    }
+    assert shown["x-wavegate-decision"].startswith("rank=g0/0")
+
+
 _bodies = st.sampled_from([b"", BODY, BODY[:17], BODY[17:], b"x" * 400])
 _messages = st.one_of(
     st.builds(lambda e: ProcessingRequest(request_headers=HttpHeaders(end_of_stream=e)), st.booleans()),

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from ext_proc.vocabulary import Rank
-from gateway.admin import status
 from gateway.rank_table import rank_table
+from gateway.status import status
 from gateway.status_client import GroupStatus, RankStatus, Status, StatusError, parse_status
-from tests.builders import pool
+from tests.builders import admission, pool
 
 GROUPS = (GroupStatus("g0", "embedded", True), GroupStatus("g1", "adopted", False))
 
@@ -87,7 +87,7 @@ def test_the_gateway_s_own_status_is_understood() -> None:
         {"groups": [{"engine": "embedded", "name": "g0", "data_parallel_size": 2}]}
     )
     ledger = pool([Rank("g0", 0, "127.0.0.1:8100"), Rank("g0", 1, "127.0.0.1:8101")])
-    read = parse_status(msgspec.json.encode(status(config, ledger, 0.5)))
+    read = parse_status(msgspec.json.encode(status(config, ledger, admission(ledger), 0.5)))
     assert [one.rank for one in read.ranks] == ["g0/0", "g0/1"]
     assert read.ranks[0].report_age_s == 0.5
     assert read.groups == (GroupStatus("g0", "embedded", True),)
