@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 HOLDER = "gateway"
 TICK_S = 0.1
+BLIND_AFTER_S = 0.5
+"""A tick so late means that this process was kept from running, and so from hearing its ranks."""
 PROBE_PAUSE_S = 1.0
 SUSPECT_TIMEOUT_S = 2.0
 SUSPECT_PAUSE_S = 0.2
@@ -110,7 +112,13 @@ class GroupMonitor:
             for group in self._groups.values():
                 for rank in group.ranks:
                     tasks.create_task(self._ask_health(session, group.watch, rank))
+            ticked_at_s = time.monotonic()
             while True:
+                now_s = time.monotonic()
+                if now_s - ticked_at_s > BLIND_AFTER_S:
+                    for group in self._groups.values():
+                        group.watch.was_blind(now_s)
+                ticked_at_s = now_s
                 for group in self._groups.values():
                     self._judge(group, session, tasks)
                 await asyncio.sleep(TICK_S)

@@ -65,6 +65,7 @@ class GroupWatch:
         """`hang_after_s`: how long a rank with work may report no progress."""
         self._hang_after_s = hang_after_s
         self._signs = {rank: _Signs() for rank in ranks}
+        self._could_see_since_s = float("-inf")
 
     # --- What is seen --------------------------------------------------------------------------------
 
@@ -99,6 +100,10 @@ class GroupWatch:
             signs.busy_since_s = None
         elif signs.busy_since_s is None:
             signs.busy_since_s = now_s
+
+    def was_blind(self, now_s: float) -> None:
+        """Until now this process had no time to look: that nothing was heard says nothing."""
+        self._could_see_since_s = now_s
 
     def saw_failed_request(self, rank: Rank, failure: str, now_s: float) -> None:
         """A request to the rank, asked to see whether it lives, has failed."""
@@ -168,8 +173,11 @@ class GroupWatch:
         reason = None
         if signs.reported_at_s - since_s >= self._hang_after_s:
             reason = f"no step of its engine for {signs.reported_at_s - since_s:.1f} s, with requests on it"
-        elif now_s - max(signs.reported_at_s, since_s) >= SILENCE_FACTOR * self._hang_after_s:
+        elif now_s - self._silent_since_s(signs, since_s) >= SILENCE_FACTOR * self._hang_after_s:
             reason = f"no report for {now_s - signs.reported_at_s:.1f} s, with requests on it"
         if reason is not None:
             signs.hung = Trouble(Verdict.HUNG, rank, since_s, f"rank {rank.name}: {reason}")
         return signs.hung
+
+    def _silent_since_s(self, signs: _Signs, since_s: float) -> float:
+        return max(signs.reported_at_s, since_s, self._could_see_since_s)

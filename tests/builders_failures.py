@@ -67,16 +67,19 @@ class Observation:
     @property
     def out_s(self) -> float | None:
         """When the group left rotation."""
-        return next(
-            (at_s - self.cause_s for at_s, is_in in self.rotation if not is_in and at_s >= self.cause_s), None
-        )
+        return next((at_s for at_s, is_in in self._rotation_since() if not is_in), None)
 
     @property
     def back_s(self) -> float | None:
         """When it was back for good."""
-        out = [at_s for at_s, is_in in self.rotation if not is_in]
-        after = [at_s for at_s, is_in in self.rotation if is_in and out and at_s > out[-1]]
-        return after[0] - self.cause_s if after else None
+        rotation = self._rotation_since()
+        last_out_s = max((at_s for at_s, is_in in rotation if not is_in), default=None)
+        if last_out_s is None:
+            return None
+        return next((at_s for at_s, _ in rotation if at_s > last_out_s), None)
+
+    def _rotation_since(self) -> list[tuple[float, bool]]:
+        return [(at_s - self.cause_s, is_in) for at_s, is_in in self.rotation if at_s >= self.cause_s]
 
     @property
     def served_again_s(self) -> float | None:

@@ -129,6 +129,14 @@ def test_a_rank_with_requests_that_reports_nothing_for_long_hangs(scene: Scene) 
     assert trouble.reason == "rank g/0: no report for 2.8 s, with requests on it"
 
 
+def test_silence_says_nothing_while_the_gateway_itself_did_not_run(scene: Scene) -> None:
+    scene.report(10.0, running=3, steps=1)
+    scene.watch.was_blind(12.7)
+    assert not scene.is_hung(12.8)
+    assert not scene.is_hung(15.4)
+    assert scene.is_hung(15.5)
+
+
 def test_a_request_on_a_rank_that_has_stopped_reporting_is_judged_from_its_arrival(scene: Scene) -> None:
     assert not scene.is_hung(20.0, waiting_since_s=18.0)
     assert scene.is_hung(21.0, waiting_since_s=18.0)
