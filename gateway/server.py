@@ -16,11 +16,13 @@ from ext_proc.protocol import ProtocolSettings
 from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
 from ext_proc.vocabulary import Rank, RankReport
 from gateway.admin import admin_app
+from gateway.admin_explain import explain_routes
 from gateway.admin_groups import group_routes
 from gateway.config import Config, SupervisionSection
 from gateway.config_gateway import GatewaySection
 from gateway.config_types import endpoint
 from gateway.decision import LiveAdmission, build_admission, build_ledger
+from gateway.decision_log import DecisionLog
 from gateway.failed_answers import failed_answers_handler
 from gateway.group_monitor import GroupMonitor, MonitoredGroup, MonitorSettings
 from gateway.rotation import Rotation
@@ -89,7 +91,7 @@ class GatewayServer:
             decider,
             _server_settings(settings),
             _protocol_settings(config),
-            self._telemetry,
+            DecisionLog(self._telemetry) if settings.log_decisions else self._telemetry,
         )
         decider.wake = self._ext_proc.wake
 
@@ -128,7 +130,15 @@ class GatewayServer:
                 self._admission,
                 self._telemetry,
                 lambda: self._is_ready,
-                group_routes(self.ledger, self._rotation, self._monitor),
+                [
+                    *group_routes(self.ledger, self._rotation, self._monitor),
+                    *explain_routes(
+                        self.ledger,
+                        self._admission,
+                        settings.head_names,
+                        self._config.envoy.max_body_bytes,
+                    ),
+                ],
             ),
             access_log=None,
         )

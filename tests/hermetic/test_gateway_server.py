@@ -30,6 +30,11 @@ class Gateway:
     async def get(self, path: str) -> aiohttp.ClientResponse:
         return await self._http.get(self._admin + path)
 
+    async def post(
+        self, path: str, body: bytes, headers: dict[str, str] | None = None
+    ) -> aiohttp.ClientResponse:
+        return await self._http.post(self._admin + path, data=body, headers=headers)
+
     async def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = await (await self.get("/status")).json()
         return answer
@@ -166,9 +171,40 @@ async def test_metrics_name_picks_reservations_ages_and_states(run_gateway: RunG
         'wavegate_ranks{state="fresh"} 1.0',
         'wavegate_group_healthy{group="g0"} 1.0',
         "wavegate_pick_seconds_count 1.0",
+        "wavegate_held_requests 0.0",
+        "wavegate_held_prompt_tokens 0.0",
+        "wavegate_sessions 0.0",
+        'wavegate_group_prefilling{group="g0"} 1.0',
+        'wavegate_budget_tokens{group="g0"} 2048.0',
+        'wavegate_prefix_index_blocks{group="g0"} 0.0',
     ):
         assert line in text.splitlines()
     assert 'wavegate_report_age_seconds{rank="g0/0"}' in text
+    assert 'wavegate_step_seconds{group="g0",kind="decode"} 0.02' in text
+    assert 'wavegate_lead_tokens{group="g0"}' in text
+
+
+async def test_no_metric_grows_with_what_clients_send(run_gateway: RunGateway) -> None:
+    async def series(gateway: Gateway) -> set[str]:
+        text = await (await gateway.get("/metrics")).text()
+        return {line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+
+    async with StandInRank() as rank, run_gateway([rank.endpoint], sessions={"header": "x-chat"}) as gateway:
+        await gateway.client.exchange(gateway.client.open(), whole_body(chat()))
+        before = await series(gateway)
+        for n in range(20):
+            message = whole_body(chat(f"prompt {n}", model=f"model-{n}"), path=f"/v1/{n}", request_id=str(n))
+            names = ("x-wavegate-priority", "x-wavegate-tenant", "x-chat")
+            message.attributes["envoy.filters.http.ext_proc"].update(
+                {f"request.headers['{name}']": str(n) for name in names}
+            )
+            await gateway.client.exchange(gateway.client.open(), message)
+        after = await series(gateway)
+        assert (await gateway.status())["sessions"] == 20
+    assert after - before <= {
+        'wavegate_picks_total{rank="g0/0",reason="session"}',
+        'wavegate_picks_created{rank="g0/0",reason="session"}',
+    }
 
 
 async def test_metrics_count_responses_tokens_and_refusals_of_an_endpoint_picker(
@@ -205,6 +241,50 @@ async def test_what_no_stream_observes_is_shown_until_the_rank_reports_its_end(
         rank.running = 0
         await gateway.until(lambda status: status["ranks"][0]["unobserved"] == 0)
         assert (await gateway.status())["ranks"][0]["reservations"] == 0
+
+
+async def test_what_would_be_decided_is_explained_and_nothing_is_reserved(run_gateway: RunGateway) -> None:
+    async with (
+        StandInRank(engine=0) as first,
+        StandInRank(engine=1) as second,
+        run_gateway([first.endpoint, second.endpoint]) as gateway,
+    ):
+        answer = await gateway.post("/explain", chat("hello " * 1000), {"x-wavegate-priority": "-4"})
+        explained = await answer.json()
+        embedding = await gateway.post("/explain?path=/v1/embeddings", b'{"model": "m", "input": "x"}')
+        nonsense = await gateway.post("/explain", b"no json")
+        status = await gateway.status()
+    assert explained["request"]["prompt_tokens"] == 1500
+    assert explained["request"]["priority"] == -4
+    assert (explained["outcome"], explained["picked"][0], explained["reason"]) == ("place", "g0/0", "policy")
+    assert [row["rank"] for row in explained["ranks"]] == ["g0/0", "g0/1"]
+    for row in explained["ranks"]:
+        assert row["cost"] == pytest.approx(sum(row["parts"].values()))
+        assert (row["readiness"], row["cached_tokens"]) == ("ready", 0)
+    assert (await embedding.json())["request"]["kind"] == "embedding"
+    assert (await nonsense.json())["request"]["model"] is None
+    assert [(row["reservations"], row["picks"]) for row in status["ranks"]] == [(0, 0), (0, 0)]
+
+
+async def test_an_explanation_takes_no_body_larger_than_a_request_may_have(run_gateway: RunGateway) -> None:
+    async with StandInRank() as rank, run_gateway([rank.endpoint]) as gateway:
+        assert (await gateway.post("/explain", b"x" * (100 << 10))).status == 200
+        assert (await gateway.post("/explain", b"x" * ((16 << 20) + 1))).status == 413
+
+
+async def test_decisions_are_logged_only_where_the_configuration_says_so(
+    run_gateway: RunGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for log_decisions, lines in ((False, 0), (True, 1)):
+        async with (
+            StandInRank() as rank,
+            run_gateway([rank.endpoint], log_decisions=log_decisions) as gateway,
+        ):
+            await gateway.client.exchange(gateway.client.open(), whole_body(chat(), request_id="id-7"))
+        written = [one.message for one in caplog.records if "id-7" in one.message]
+        assert len(written) == lines
+    assert "rank=g0/0 reason=policy held_ms=0; g0/0 " in written[0]
 
 
 async def test_stopping_waits_for_requests_under_way(run_gateway: RunGateway) -> None:

@@ -1,0 +1,89 @@
+"""The admin API's `POST /explain`: what would be decided about a request now, and why; nothing is reserved.
+
+The body is a request's; its path is the query parameter `path`, and the headers that a request can have for
+the gateway (priority, tenant, session) are read here too. Bound to loopback unless the configuration says
+otherwise; what it is sent is bounded.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ext_proc.admission import Admission, Prospect
+from ext_proc.decision import Refused
+from ext_proc.facts import read_facts
+from ext_proc.ledger import Ledger
+from ext_proc.picker import Busy
+from ext_proc.request_head import HeadNames, head_of_values
+from ext_proc.vocabulary import Pick, RequestFacts
+
+DEFAULT_PATH = "/v1/chat/completions"
+
+
+def explanation(
+    facts: RequestFacts, prospect: Prospect, ledger: Ledger, admission: Admission
+) -> dict[str, Any]:
+    """A prospect as plain data."""
+    return {
+        "request": {
+            "kind": facts.kind.value,
+            "model": facts.model,
+            "prompt_tokens": facts.prompt_tokens,
+            "prompt_blocks": len(facts.prompt_blocks),
+            "expected_output_tokens": ledger.output_lengths.expected(facts),
+            "priority": facts.priority,
+        },
+        **_outcome(prospect),
+        "held": {"requests": admission.held_requests, "tokens": admission.held_tokens},
+        "ranks": [
+            {
+                "rank": cost.rank.name,
+                "readiness": readiness.name.lower(),
+                "cost": cost.cost,
+                "parts": dict(cost.parts),
+                "cached_tokens": cost.cached_tokens,
+            }
+            for cost, readiness in prospect.ranks
+        ],
+    }
+
+
+def _outcome(prospect: Prospect) -> dict[str, Any]:
+    outcome = prospect.outcome
+    if isinstance(outcome, Pick):
+        ranks = [rank.name for rank in outcome.ranks]
+        return {"outcome": "place", "picked": ranks, "reason": outcome.reason.value}
+    if isinstance(outcome, Refused):
+        return {"outcome": "refuse", "status": outcome.status, "reason": outcome.reason.value}
+    return {"outcome": "hold", "until": outcome.account.rank.name if isinstance(outcome, Busy) else "a phase"}
+
+
+def explain_routes(
+    ledger: Ledger, admission: Admission, names: HeadNames, max_body_bytes: int
+) -> list[web.RouteDef]:
+    """The route `/explain`."""
+
+    async def post_explain(request: web.Request) -> web.Response:
+        body = await _read(request, max_body_bytes)
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        path = request.query.get("path", DEFAULT_PATH)
+        facts = head_of_values(headers, names).complete(read_facts(path, body, "explain"))
+        prospect = admission.prospect(facts, time.monotonic())
+        answer = msgspec.json.encode(explanation(facts, prospect, ledger, admission))
+        return web.Response(body=answer, content_type="application/json")
+
+    return [web.post("/explain", post_explain)]
+
+
+async def _read(request: web.Request, max_bytes: int) -> bytes:
+    """The body; the limit of the rest of the API would be too small for prompts."""
+    body = bytearray()
+    async for chunk in request.content.iter_any():
+        body += chunk
+        if len(body) > max_bytes:
+            raise web.HTTPRequestEntityTooLarge(max_size=max_bytes, actual_size=len(body))
+    return bytes(body)
