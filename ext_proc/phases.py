@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from ext_proc.groups import GroupAccount
 from ext_proc.token_lead import PACE_SHARE
 
-SAFE_STEP_SHARE = 0.95
-"""Steps with prefill up to this share of the TPOT target are within it, whatever else happens."""
 WELL_PACKED_SHARE = 0.5
 """Prompts that fill this share of ranks × the longest of them are worth a phase at once."""
 PATIENCE_SHARE_OF_TTFT = 0.05
@@ -42,11 +40,12 @@ class PhaseGate:
     def is_open(self) -> bool:
         """Whether prefill may start at any time: it harms nobody's target, or no target can be met."""
         group = self.group
+        pace_s = PACE_SHARE * group.targets.tpot_s
         return (
             group.decoding_sequences == 0
             or group.lead.is_comfortable
-            or group.decode_step_s >= PACE_SHARE * group.targets.tpot_s
-            or group.prefill_step_s <= SAFE_STEP_SHARE * group.targets.tpot_s
+            or group.decode_step_s >= pace_s
+            or group.prefill_step_s <= pace_s
         )
 
     def room_tokens(self, now_s: float) -> float:

@@ -8,7 +8,13 @@ from ext_proc.groups import GroupAccount
 from ext_proc.ledger import Ledger, Reservation
 from ext_proc.phases import DECODE_SHARE_MARGIN, PhaseGate
 from ext_proc.settings import Targets
-from ext_proc.token_lead import COMFORTABLE_LEAD_TOKENS, LONGEST_LEAD_TOKENS, PACE_SHARE, TokenLead
+from ext_proc.token_lead import (
+    COMFORTABLE_LEAD_TOKENS,
+    LONGEST_LAG_TOKENS,
+    LONGEST_LEAD_TOKENS,
+    PACE_SHARE,
+    TokenLead,
+)
 from tests.builders import BUDGET_TOKENS, counters, group, pool, rank, report, request
 
 TIGHT = Targets(ttft_s=2.0, tpot_s=0.05)
@@ -133,4 +139,4 @@ def test_a_lead_grows_with_short_steps_and_shrinks_with_long_ones_within_bounds(
     lead.pass_time(100.0, step_s=0.02, target_s=0.05)
     assert lead.tokens == LONGEST_LEAD_TOKENS
     lead.pass_time(100.0, step_s=0.2, target_s=0.05)
-    assert lead.tokens == -LONGEST_LEAD_TOKENS
+    assert lead.tokens == -LONGEST_LAG_TOKENS
