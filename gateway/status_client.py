@@ -41,12 +41,54 @@ class RankStatus(msgspec.Struct, frozen=True):
     """Reservations that have no stream any more that would show their end; the rank's reports must."""
 
 
+class StepTimeStatus(msgspec.Struct, frozen=True):
+    """The model of a group's step times, spelled like the section `step_time` of a configuration."""
+
+    fixed_ms: float
+    prefill_us_per_token: float
+    decode_us_per_sequence: float
+    kv_ns_per_token: float
+
+
 class GroupStatus(msgspec.Struct, frozen=True):
     """One group as the gateway sees it."""
 
     name: str
     engine: str
     healthy: bool
+    lock_step: bool = False
+    is_prefilling: bool = False
+    lead_tokens: float = 0.0
+    """How far decoding is ahead of the TPOT target."""
+    decode_step_ms: float = 0.0
+    """Of the present load."""
+    prefill_step_ms: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    budget_tokens: int = 0
+    decoding_sequences: float = 0.0
+    """Of the rank that has most."""
+    kv_tokens: float = 0.0
+    observations: int = 0
+    """Steps and prefills that the step times were learned from."""
+    step_time: StepTimeStatus | None = None
+    index_blocks: int = 0
+    """Of the prefix indexes."""
+    index_bytes: int = 0
+
+
+class TargetsStatus(msgspec.Struct, frozen=True):
+    """What the gateway works towards."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+class HeldStatus(msgspec.Struct, frozen=True):
+    """Requests that wait in the gateway."""
+
+    requests: int = 0
+    tokens: int = 0
+    """Their prompt tokens."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -55,6 +97,8 @@ class Status(msgspec.Struct, frozen=True):
     version: str
     ranks: tuple[RankStatus, ...]
     groups: tuple[GroupStatus, ...]
+    targets: TargetsStatus | None = None
+    held: HeldStatus = HeldStatus()
 
 
 async def read_status(session: aiohttp.ClientSession, admin_url: str) -> bytes:

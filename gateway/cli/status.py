@@ -15,8 +15,8 @@ from gateway.cli.options import fail, load_config
 from gateway.config_gateway import GatewaySection
 from gateway.config_types import endpoint
 from gateway.plan import reachable
-from gateway.rank_table import rank_table
 from gateway.status_client import StatusError, parse_status, read_status, status_session
+from gateway.status_view import status_view
 
 WATCH_INTERVAL_S = 0.5
 
@@ -44,6 +44,10 @@ def status(
 
     running, waiting, KV use: what the rank said last. reserved: requests the gateway has placed there and not
     seen end. report age: how old the rank's word is; a stale or unknown rank counts as neither idle nor full.
+
+    decode step, prefill step: how long the engines' steps are at the present load, as the gateway has learned
+    it. lead: how far decoding is ahead of the TPOT target. index: memory for what the ranks have in their
+    prefix caches.
     """
     settings = load_config(config).gateway if config else GatewaySection()
     admin_url = admin or f"http://{endpoint(reachable(settings.admin_host), settings.admin_port)}"
@@ -62,7 +66,7 @@ async def _show(admin_url: str, as_json: bool) -> None:
     if as_json:
         typer.echo(text.decode())
     else:
-        console.print(rank_table(parse_status(text), width=console.width))
+        console.print(status_view(parse_status(text), width=console.width))
 
 
 async def _watch(admin_url: str, as_json: bool) -> None:
@@ -77,7 +81,7 @@ async def _watch(admin_url: str, as_json: bool) -> None:
             while True:
                 try:
                     text = await read_status(session, admin_url)
-                    shown = rank_table(parse_status(text), width=console.width)
+                    shown = status_view(parse_status(text), width=console.width)
                     live.update(shown, refresh=True)
                 except StatusError as error:
                     # A gateway that restarts is back in a moment: keep the last table in sight.
