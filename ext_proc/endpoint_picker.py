@@ -110,21 +110,21 @@ class EndpointPicker:
         if message.request_headers.end_of_stream:
             self._has_ended = True
             return facts_without_body(self.head.path, self._request_id, None)
-        return self._refuse_above(self.head.content_length_bytes or 0) or ()
+        # A length above the limit is not refused yet: a client that sends all before it reads, as OpenAI's
+        # does, sees the refusal only if it can send nearly all; else the connection is closed under it.
+        return ()
 
     def _collect(self, chunk: bytes) -> Refused | None:
         self._has_body = True
-        refused = self._refuse_above(self._collected_bytes + len(chunk))
-        if refused is None and not self._collected.has_room(len(chunk)):
-            refused = Refused(429, DropReason.TOO_MANY_BODIES)
-        if refused is None and chunk:
+        if self._collected_bytes + len(chunk) > self._settings.max_body_bytes:
+            return Refused(413, DropReason.BODY_TOO_LARGE)
+        if not self._collected.has_room(len(chunk)):
+            return Refused(429, DropReason.TOO_MANY_BODIES)
+        if chunk:
             self._chunks.append(chunk)
             self._collected_bytes += len(chunk)
             self._collected.bytes += len(chunk)
-        return refused
-
-    def _refuse_above(self, body_bytes: int) -> Refused | None:
-        return Refused(413, DropReason.BODY_TOO_LARGE) if body_bytes > self._settings.max_body_bytes else None
+        return None
 
     def _end(self) -> Step:
         self._has_ended = True

@@ -43,6 +43,6 @@ def render(config: Config) -> dict[str, Json]:
     }
 
 
-def to_yaml(rendered: dict[str, Json]) -> str:
+def to_yaml(rendered: Json) -> str:
     """The configuration as YAML, in the order it was rendered."""
     return yaml.safe_dump(rendered, sort_keys=False, allow_unicode=True, width=120)

@@ -18,9 +18,14 @@ _TYPES = "envoy.extensions.filters.http"
 
 def http_filters(envoy: EnvoySection, names: HeadNames) -> list[Json]:
     """The filters in the order in which requests pass them."""
+    return [*filters_before_the_router(envoy, names), _router_filter()]
+
+
+def filters_before_the_router(envoy: EnvoySection, names: HeadNames) -> list[Json]:
+    """Those that have the gateway asked."""
     mode = MODES[envoy.mode]
     buffer = [_buffer_filter(envoy)] if mode.holds_headers else []
-    return [_ext_proc_filter(envoy, mode, names), *buffer, _router_filter()]
+    return [_ext_proc_filter(envoy, mode, names), *buffer]
 
 
 def _ext_proc_filter(envoy: EnvoySection, mode: ModeTraits, names: HeadNames) -> dict[str, Json]:

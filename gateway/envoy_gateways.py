@@ -31,7 +31,6 @@ _GATEWAY_OUTLIER_DETECTION: dict[str, Json] = {
     "split_external_local_origin_errors": True,
     "consecutive_local_origin_failure": 1,
     "enforcing_consecutive_5xx": 0,
-    "enforcing_consecutive_gateway_failure": 0,
     "enforcing_success_rate": 0,
     "enforcing_local_origin_success_rate": 0,
     # Long enough for the health check to have found out too.

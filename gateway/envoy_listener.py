@@ -34,8 +34,7 @@ def openai_listener(envoy: EnvoySection, names: HeadNames) -> dict[str, Json]:
     return {
         "name": "openai",
         "address": ip_address(envoy.host, envoy.port),
-        "per_connection_buffer_limit_bytes": _connection_buffer_bytes(envoy),
-        "socket_options": _SOCKET_KEEPALIVE,
+        **listener_settings(envoy),
         "filter_chains": [
             {
                 "filters": [
@@ -46,6 +45,14 @@ def openai_listener(envoy: EnvoySection, names: HeadNames) -> dict[str, Json]:
                 ]
             }
         ],
+    }
+
+
+def listener_settings(envoy: EnvoySection) -> dict[str, Json]:
+    """What a listener of any name and address needs."""
+    return {
+        "per_connection_buffer_limit_bytes": _connection_buffer_bytes(envoy),
+        "socket_options": _SOCKET_KEEPALIVE,
     }
 
 
@@ -60,18 +67,25 @@ def _connection_manager(envoy: EnvoySection, names: HeadNames) -> dict[str, Json
         "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         stat_prefix="openai",
         codec_type="AUTO",
-        # Clients are not trusted proxies: their x-envoy-* headers must not change retries and timeouts.
-        use_remote_address=True,
-        # Yet their x-request-id is kept: vLLM names its answer after it.
-        preserve_external_request_id=True,
-        always_set_request_id_in_response=True,
-        # A stream may be silent for as long as a prompt takes to prefill; the default ends it after 5 min.
-        stream_idle_timeout="0s",
-        request_timeout=duration(REQUEST_TIMEOUT_S),
+        **connection_manager_settings(envoy),
         route_config={
             "virtual_hosts": [{"name": "ranks", "domains": ["*"], "routes": [route(envoy)]}],
         },
         http_filters=http_filters(envoy, names),
-        local_reply_config=local_replies(envoy),
-        access_log=access_logs(envoy),
     )
+
+
+def connection_manager_settings(envoy: EnvoySection) -> dict[str, Json]:
+    """What a connection manager needs beside filters and routes."""
+    return {
+        # Clients are not trusted proxies: their x-envoy-* headers must not change retries and timeouts.
+        "use_remote_address": True,
+        # Yet their x-request-id is kept: vLLM names its answer after it.
+        "preserve_external_request_id": True,
+        "always_set_request_id_in_response": True,
+        # A stream may be silent for as long as a prompt takes to prefill; the default ends it after 5 min.
+        "stream_idle_timeout": "0s",
+        "request_timeout": duration(REQUEST_TIMEOUT_S),
+        "local_reply_config": local_replies(envoy),
+        "access_log": access_logs(envoy),
+    }

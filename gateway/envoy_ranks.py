@@ -103,7 +103,6 @@ def _rank_outlier_detection(settings: EnvoyOutlierDetection) -> dict[str, Json]:
     """
     return {
         "consecutive_5xx": settings.consecutive_failures,
-        "enforcing_consecutive_gateway_failure": 0,
         "enforcing_success_rate": 0,
         "base_ejection_time": duration(settings.ejection_s),
         "interval": "1s",

@@ -89,28 +89,37 @@ async def running_envoy(
 
     `change` alters what was rendered before Envoy sees it.
     """
-    rendered: Any = render(
-        config.model_copy(
-            update={"envoy": config.envoy.model_copy(update={"access_log": str(folder / "access.log")})}
-        )
-    )
+    rendered: Any = render(config)
     change(rendered)
-    rendered["static_resources"]["listeners"][0]["address"]["socket_address"]["port_value"] = 0
-    rendered["admin"]["address"]["socket_address"]["port_value"] = 0
-    configuration = folder / "envoy.json"
-    configuration.write_text(json.dumps(rendered))
+    async with started_envoy(rendered, folder, config.envoy.binary) as envoy:
+        yield envoy
+
+
+@asynccontextmanager
+async def started_envoy(
+    configuration: Any, folder: Path, binary: Path | None = None
+) -> AsyncIterator[RunningEnvoy]:
+    """Start Envoy with this configuration, but on free ports and with its access log in `folder`."""
+    (listener,) = configuration["static_resources"]["listeners"]
+    listener["address"]["socket_address"]["port_value"] = 0
+    configuration["admin"]["address"]["socket_address"]["port_value"] = 0
+    for log in listener["filter_chains"][0]["filters"][0]["typed_config"]["access_log"]:
+        if log["name"] == "envoy.access_loggers.file":
+            log["typed_config"]["path"] = str(folder / "access.log")
+    path = folder / "envoy.json"
+    path.write_text(json.dumps(configuration))
     admin_address = folder / "admin"
     admin_address.unlink(missing_ok=True)
     log_path = folder / "envoy.log"
-    with log_path.open("wb") as log:
+    with log_path.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            *command(locate(config.envoy.binary), configuration, worker_threads=1),
+            *command(locate(binary), path, worker_threads=1),
             "--admin-address-path",
             str(admin_address),
             "--log-level",
             "warning",
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
         )
     envoy = RunningEnvoy(process, folder)
     try:

@@ -8,7 +8,10 @@ import typer
 
 from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_resolved
 from gateway.envoy_config import render, to_yaml
+from gateway.envoy_parts import Part, place_of, render_part
 from gateway.envoy_process import EnvoyError, locate, validate
+
+EXPLAINED = "# Rendered by `wavegate envoy-config` for Envoy 1.40; envoy/README.md explains every field."
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -19,19 +22,26 @@ def envoy_config(
     check: Annotated[
         bool, typer.Option("--check", help="Let Envoy validate it, and print nothing else.")
     ] = False,
+    part: Annotated[
+        Part | None, typer.Option(help="Only this piece, for an Envoy that you already run.")
+    ] = None,
 ) -> None:
     """Print the Envoy configuration that a wavegate configuration asks for.
 
     It is what `wavegate up` runs; run it elsewhere with `envoy --disable-hot-restart -c FILE`.
     """
     loaded = load_resolved(config)
-    text = to_yaml(render(loaded))
-    if not check:
-        typer.echo(text, nl=False)
+    if check:
+        try:
+            binary = locate(loaded.envoy.binary)
+            validate(binary, to_yaml(render(loaded)))
+        except EnvoyError as error:
+            fail(str(error))
+        typer.echo(f"{config}: Envoy accepts the configuration ({binary})")
         return
-    try:
-        binary = locate(loaded.envoy.binary)
-        validate(binary, text)
-    except EnvoyError as error:
-        fail(str(error))
-    typer.echo(f"{config}: Envoy accepts the configuration ({binary})")
+    typer.echo(EXPLAINED)
+    if part is None:
+        typer.echo(to_yaml(render(loaded)), nl=False)
+    else:
+        typer.echo(f"# Place: {place_of(part)}.")
+        typer.echo(to_yaml(render_part(loaded, part)), nl=False)
