@@ -46,6 +46,8 @@ class Deployment:
     kv_tokens: int = 2_000_000
     """Per rank."""
     prefill_schedule_interval: int = 1
+    long_prefill_token_threshold: int = 0
+    """The engines' limit on the tokens of one prompt in a step; 0: none."""
     time_model: StepTimeModel = field(default_factory=StepTimeModel)
     slow_ranks: dict[int, float] = field(default_factory=dict)
     """Slow-down factor by rank, over all groups."""
@@ -276,6 +278,7 @@ def _group_specs(deployment: Deployment) -> Iterator[GroupSpec]:
                 max_num_batched_tokens=deployment.budget_tokens,
                 max_model_len=MAX_MODEL_LEN,
                 prefill_schedule_interval=deployment.prefill_schedule_interval,
+                long_prefill_token_threshold=deployment.long_prefill_token_threshold,
             ),
             num_blocks=deployment.kv_tokens // BLOCK_TOKENS,
             block_size=BLOCK_TOKENS,

@@ -22,6 +22,7 @@ SUB_COMMANDS: dict[str, str] = {
     "envoy": "Run Envoy alone, and drain it before it stops.",
     "rank": "Run one rank of the embedded engine (development and evaluation; production is vllm serve).",
     "status": "Show the ranks as the gateway sees them: load, reservations, age of their reports.",
+    "tune": "Find the engine settings that suit your targets: token budget, long prompts' chunks, schedule.",
     "config": "Check a configuration, show it with its defaults, or print its JSON Schema.",
     "bench": "Measure routing against every baseline: in virtual time, or in wall clock against any URL.",
     "envoy-config": "Print the Envoy configuration that a wavegate configuration asks for.",

@@ -10,7 +10,9 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
+from typer.testing import CliRunner
 
+from gateway.cli import main
 from gateway.config import Config
 from gateway.server import GatewayServer
 from tests.builders_protocol import REQ, RESPONSE, in_modes
@@ -23,17 +25,17 @@ class Gateway:
 
     def __init__(self, config: Config, http: aiohttp.ClientSession) -> None:
         self._http = http
-        self._admin = f"http://127.0.0.1:{config.gateway.admin_port}"
+        self.admin_url = f"http://127.0.0.1:{config.gateway.admin_port}"
         self.client = ExtProcClient(config.gateway.ext_proc_listen)
         self.stop = asyncio.Event()
 
     async def get(self, path: str) -> aiohttp.ClientResponse:
-        return await self._http.get(self._admin + path)
+        return await self._http.get(self.admin_url + path)
 
     async def post(
         self, path: str, body: bytes, headers: dict[str, str] | None = None
     ) -> aiohttp.ClientResponse:
-        return await self._http.post(self._admin + path, data=body, headers=headers)
+        return await self._http.post(self.admin_url + path, data=body, headers=headers)
 
     async def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = await (await self.get("/status")).json()
@@ -302,7 +304,21 @@ async def test_stopping_waits_for_requests_under_way(run_gateway: RunGateway) ->
 
 async def test_a_taken_admin_port_is_named(run_gateway: RunGateway) -> None:
     async with StandInRank() as rank, run_gateway([rank.endpoint]) as first:
-        port = first._admin.rpartition(":")[2]
+        port = first.admin_url.rpartition(":")[2]
         with pytest.raises(OSError, match=port):
             async with run_gateway([rank.endpoint], admin_port=int(port)):
                 pass
+
+
+async def test_advice_is_given_by_what_a_running_gateway_has_learned(run_gateway: RunGateway) -> None:
+    async with StandInRank() as rank, run_gateway([rank.endpoint]) as gateway:
+        options = ["tune", "--slo-ttft-ms", "2000", "--slo-tpot-ms", "100", "--admin", gateway.admin_url]
+        shown = await asyncio.to_thread(CliRunner().invoke, main, options)
+        elsewhere = await asyncio.to_thread(CliRunner().invoke, main, [*options, "--group", "g7"])
+    assert shown.exit_code == 0
+    assert "g0: its step times are hardly learned yet" in shown.output
+    assert "g0: nothing decodes just now" in shown.output
+    assert "Best: --max-num-batched-tokens 896" in shown.output
+    assert "Expected against 2048 now: 92 instead of 184 ms between tokens" in " ".join(shown.output.split())
+    assert elsewhere.exit_code == 2
+    assert "there is no group 'g7'; there are: g0" in elsewhere.output
