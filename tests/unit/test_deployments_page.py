@@ -68,7 +68,7 @@ def stub(folder: Path, name: str, script: str) -> None:
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Path:
-    """A folder with stand-ins for the commands that scripts call; that of `vllm` writes down its arguments."""
+    """A folder with stand-ins for commands that scripts call; that of `vllm` writes down its arguments."""
     addresses = "case $2 in machine-a|prod-0.prod) echo 10.1.0.1 x;; machine-b) echo 10.1.0.2 x;; esac"
     stub(tmp_path, "getent", addresses)
     stub(tmp_path, "scontrol", "printf 'machine-a\\nmachine-b\\n'")
