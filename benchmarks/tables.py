@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.box import SIMPLE
 from rich.table import Table
 
+from benchmarks.lock_step import DecodeSpeed
 from benchmarks.matrix import Cell
 from benchmarks.score import Score
 
@@ -75,6 +76,24 @@ def wall_clock_table(results: Sequence[tuple[str, Score, float, dict[str, int]]]
             f"{score.tpot_s.p99 * 1e3:.0f}",
             f"{elapsed_s:.1f}",
             " ".join(f"{count}" for _, count in sorted(by_rank.items())),
+        )
+    return table
+
+
+def lock_step_table(speeds: Sequence[DecodeSpeed]) -> Table:
+    """What the answer on the second rank saw; prompts go as each row says."""
+    table = Table(box=SIMPLE, header_style="bold", padding=(0, 0))
+    table.add_column("long prompts", no_wrap=True)
+    for column in ("prompts", "tokens\nper s", "gap ms\np50", "\np99", "stalled"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for speed in speeds:
+        table.add_row(
+            speed.situation,
+            str(speed.prompts),
+            f"{speed.tokens_per_s:.1f}",
+            f"{speed.gap_p50_ms:.1f}",
+            f"{speed.gap_p99_ms:.1f}",
+            f"{speed.stalled_share:.0%}",
         )
     return table
 

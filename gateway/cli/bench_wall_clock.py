@@ -1,4 +1,4 @@
-"""The `wavegate bench` commands that run in wall clock: replay, wall-clock, slow-rank."""
+"""The `wavegate bench` commands that run in wall clock: replay, wall-clock, slow-rank, lock-step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import aiohttp
 import msgspec
 import typer
 
+from benchmarks import lock_step as lock_step_benchmark
 from benchmarks import tables
 from benchmarks.contenders import (
     Contender,
@@ -130,6 +132,38 @@ def slow_rank(
         json_path,
         concurrency=SLOW_RANK_CONCURRENCY,
     )
+
+
+def lock_step(
+    rank: Annotated[
+        list[str], typer.Option(metavar="URL", help="Base URL of a rank. Twice: two ranks of one group.")
+    ],
+    model: Annotated[str, typer.Option(help="Model to ask for.")],
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the long prompts.")] = 8_000,
+    periods: Annotated[int, typer.Option(min=1, help="How often prompts come, in each situation.")] = 10,
+    period: Annotated[float, typer.Option(metavar="S", min=0.1, help="Seconds from one to the next.")] = 2.0,
+    json_path: Json = None,
+) -> None:
+    """Watch a live rank decode while ranks of its group read long prompts: alone, in turn, at once."""
+    if len(rank) != 2:
+        fail(f"--rank: {len(rank)} given; give it twice, for two ranks of one group", status=2)
+    try:
+        with staged_progress_bar() as on_done:
+            speeds = asyncio.run(
+                lock_step_benchmark.measure(
+                    [url.rstrip("/") for url in rank],
+                    model,
+                    prompt_tokens=prompt_tokens,
+                    periods=periods,
+                    period_s=period,
+                    on_done=on_done,
+                )
+            )
+    except (aiohttp.ClientError, ExceptionGroup) as error:
+        fail(f"a rank did not answer as it should: {getattr(error, 'exceptions', [error])[0]}")
+    console.print(tables.lock_step_table(speeds))
+    if json_path is not None:
+        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(speeds)))
 
 
 def _compare(
