@@ -262,9 +262,9 @@ class _Run:
         fails_from_s, fails_to_s = observation.scrapes_fail
         if fails_from_s <= now_s < fails_to_s:
             self.ledger.record_failed_scrape(rank)
-            return
-        metrics = self.engine.metrics(*self._place[rank])
-        self.ledger.record_report(rank, _report(metrics, self._deployment.kv_tokens, now_s))
+        else:
+            metrics = self.engine.metrics(*self._place[rank])
+            self.ledger.record_report(rank, _report(metrics, self._deployment.kv_tokens, now_s))
         self._admission.advance(now_s)
 
 

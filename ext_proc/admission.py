@@ -86,7 +86,7 @@ class Admission:
             if self._waiting:
                 self._start_phase(gate, now_s)
         for held in list(self._waiting):
-            if now_s - held.arrived_s >= self._settings.max_hold_s:
+            if now_s + TICK_S > held.arrived_s + self._settings.max_hold_s:
                 self._decide_overdue(held, now_s)
 
     def prospect(self, facts: RequestFacts, now_s: float) -> Prospect:
