@@ -13,7 +13,7 @@ ARGS ?=
 ENGINE ?= embedded
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test vllm-env test-vllm lint format clean
+.PHONY: help demo test vllm-env test-vllm test-compose lint format clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -21,13 +21,24 @@ help: ## Show this list.
 demo: $(VENV)/.with-demo $(if $(filter vllm-cpu,$(ENGINE)),$(VLLM_VENV)/.with-plugin) ## Start the demo; ARGS=--exit ends after the drive; ENGINE=vllm-cpu runs real vLLM.
 	@$(VENV)/bin/wavegate demo --engine $(ENGINE) $(ARGS)
 
-test: $(VENV)/.with-test ## Run all tests but those of real vLLM; ARGS go to pytest: make test ARGS='-k config'.
-	$(VENV)/bin/pytest --ignore=tests/vllm $(ARGS)
+test: $(VENV)/.with-test ## Run all tests but those of vLLM and Compose; ARGS go to pytest: make test ARGS='-k config'.
+	$(VENV)/bin/pytest --ignore=tests/vllm --ignore=tests/compose $(ARGS)
 
 vllm-env: $(VLLM_VENV)/.with-plugin ## Install vLLM for the CPU into .venv-vllm (about 3.5 GB).
 
 test-vllm: $(VENV)/.with-test $(VLLM_VENV)/.with-plugin ## Run the tests of real vLLM on the CPU.
 	$(VENV)/bin/pytest tests/vllm $(ARGS)
+
+# debootstrap makes the base image where none can be pulled.
+test-compose: $(VENV)/.with-test ## Run the tests of docker-compose.yml; as root on Debian, installs what is missing of Docker.
+	@command -v dockerd >/dev/null || docker version >/dev/null 2>&1 || missing=docker.io; \
+	docker compose version >/dev/null 2>&1 || command -v docker-compose >/dev/null || missing="$$missing docker-compose"; \
+	command -v debootstrap >/dev/null || missing="$$missing debootstrap"; \
+	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing $$missing"; \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends $$missing; \
+	fi
+	$(VENV)/bin/pytest tests/compose $(ARGS)
 
 lint: $(VENV)/.with-test ## Check style and types.
 	$(VENV)/bin/ruff format --check .
