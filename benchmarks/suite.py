@@ -1,7 +1,8 @@
 """The cases by which routing quality is judged here, on the public traces, with every peer side by side.
 
 Part A fixes the engines' token budget where most people leave it, part B lets every policy have its best one,
-part C takes a fifth of the load, and D looks at what the waiting costs.
+part C takes a fifth of the load, and D looks at what the waiting costs. Last comes the load that each policy
+can carry.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.capacity import Capacity, capacity
 from benchmarks.matrix import Cell, OnDone, best_budgets, run_matrix
 from benchmarks.simulation import Deployment
 from benchmarks.traces import load
@@ -21,6 +23,10 @@ from ext_proc.policies.lockstep import Lockstep
 from ext_proc.settings import Targets
 
 OURS = Lockstep.name
+CAPACITY_CASE = "Capacity: Mooncake, 8 ranks, 80 % of requests within targets"
+CAPACITY_AT_LEAST = 1.5
+"""Times the best peer's."""
+CAPACITY_DURATION_S = 600.0
 FIXED_BUDGET = (2048,)
 BUDGETS = (256, 512, 768, 1024, 2048, 8192)
 
@@ -138,3 +144,50 @@ def run_suite(
                 seed=seed,
                 on_done=partial(on_done, one.name),
             )
+
+
+class CapacityVerdict(msgspec.Struct, frozen=True):
+    """The load that each policy can carry at its best budget, the highest first."""
+
+    capacities: tuple[Capacity, ...]
+
+    @property
+    def ours(self) -> Capacity:
+        """Of the default policy."""
+        return next(one for one in self.capacities if one.policy == OURS)
+
+    @property
+    def best_peer(self) -> Capacity:
+        """Of the baseline that carries most."""
+        return next(one for one in self.capacities if one.policy != OURS)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the default policy carries enough more than any peer."""
+        return self.ours.speed >= CAPACITY_AT_LEAST * self.best_peer.speed
+
+
+def run_capacity(
+    trace: Path,
+    *,
+    duration_s: float = CAPACITY_DURATION_S,
+    seed: int = 0,
+    on_done: Callable[[str, int, int], None] = lambda case, done, total: None,
+) -> CapacityVerdict:
+    """Every policy's capacity on the Mooncake trace."""
+    found: list[Capacity] = []
+    for name in BUILT_IN:
+        on_done(CAPACITY_CASE, len(found), len(BUILT_IN))
+        found.append(
+            capacity(
+                name,
+                trace,
+                "mooncake",
+                Deployment(ranks=8),
+                budgets=BUDGETS,
+                targets=Targets(ttft_s=2.0, tpot_s=0.100),
+                duration_s=duration_s,
+                seed=seed,
+            )
+        )
+    return CapacityVerdict(tuple(sorted(found, key=lambda one: -one.speed)))

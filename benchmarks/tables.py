@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.box import SIMPLE
 from rich.table import Table
 
+from benchmarks.capacity import Capacity
 from benchmarks.lock_step import DecodeSpeed
 from benchmarks.matrix import Cell
 from benchmarks.score import Score
@@ -102,6 +103,15 @@ def markdown(cells: Sequence[Cell]) -> str:
     """For a document."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     lines += ["| " + " | ".join(row) + " |" for row in rows(cells)]
+    return "\n".join(lines)
+
+
+def capacity_markdown(capacities: Sequence[Capacity]) -> str:
+    """For a document."""
+    lines = ["| policy | load carried | budget | goodput there |", "|---|---|---|---|"]
+    lines += [
+        f"| {one.policy} | ×{one.speed:.2f} | {one.budget_tokens} | {one.goodput:.3f} |" for one in capacities
+    ]
     return "\n".join(lines)
 
 

@@ -15,7 +15,17 @@ from benchmarks.capacity import capacity as find_capacity
 from benchmarks.matrix import Cell, best_budgets, run_matrix
 from benchmarks.robustness import run_situations, situations
 from benchmarks.simulation import Deployment, Gateway, simulate
-from benchmarks.suite import BUDGETS, CASES, OURS, Verdict, run_suite
+from benchmarks.suite import (
+    BUDGETS,
+    CAPACITY_AT_LEAST,
+    CAPACITY_CASE,
+    CASES,
+    OURS,
+    CapacityVerdict,
+    Verdict,
+    run_capacity,
+    run_suite,
+)
 from benchmarks.traces import TraceRequest
 from ext_proc.settings import AdmissionSettings, Targets
 from gateway.cli.bench_options import (
@@ -153,6 +163,7 @@ def suite(
     mooncake: Annotated[Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False)] = None,
     azure: Annotated[Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False)] = None,
     a_fifth: Annotated[bool, typer.Option(help="Also every case at a fifth of its load.")] = True,
+    capacity: Annotated[bool, typer.Option(help="Also the load that each policy carries.")] = True,
     json_path: Json = None,
     markdown: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the tables as Markdown there.")
@@ -164,17 +175,25 @@ def suite(
     traces = {name: path for name, path in given.items() if path is not None}
     if not traces:
         fail("give at least one trace: --mooncake FILE, --azure FILE", status=2)
-    verdicts = []
+    verdicts: list[Verdict] = []
+    carried: CapacityVerdict | None = None
     with staged_progress_bar() as on_done:
         for verdict in run_suite(traces, CASES, with_a_fifth=a_fifth, seed=seed, on_done=on_done):
             verdicts.append(verdict)
             console.print(_verdict(verdict))
+        if capacity and mooncake is not None:
+            carried = run_capacity(mooncake, seed=seed, on_done=on_done)
+            console.print(_capacity_verdict(carried))
     if json_path is not None:
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(verdicts)))
+        results = {"cases": verdicts, "capacity": carried}
+        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
     if markdown is not None:
         sections = [f"#### {v.case}\n\n{tables.markdown(v.cells)}\n" for v in verdicts]
+        if carried is not None:
+            sections.append(f"#### {CAPACITY_CASE}\n\n{tables.capacity_markdown(carried.capacities)}\n")
         markdown.write_text("\n".join(sections))
-    if any(verdict.reached is False for verdict in verdicts):
+    reached = [verdict.reached for verdict in verdicts] + ([carried.reached] if carried else [])
+    if False in reached:
         raise typer.Exit(1)
 
 
@@ -225,10 +244,13 @@ def picks(
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(costs)))
 
 
+_MARKS = {True: "reached", False: "MISSED ", None: "       "}
+
+
 def _verdict(verdict: Verdict) -> str:
     ours, peer = verdict.ours, verdict.best_peer
     ttft = ours.score.ttft_s
-    mark = {True: "reached", False: "MISSED ", None: "       "}[verdict.reached]
+    mark = _MARKS[verdict.reached]
     wanted = "" if verdict.at_least is None else f" (at least {verdict.at_least:.2f})"
     return (
         f"{mark} {verdict.case}: {ours.score.goodput:.3f} at budget {ours.budget_tokens}{wanted}; "
@@ -236,6 +258,15 @@ def _verdict(verdict: Verdict) -> str:
         f"        TTFT p50 {ttft.p50:.2f} s ({_ratio(ttft.p50, verdict.fastest_ttft_p50_s)}), "
         f"p99 {ttft.p99:.1f} s ({_ratio(ttft.p99, verdict.fastest_ttft_p99_s)}), "
         f"longest hold {ours.score.longest_hold_s:.1f} s"
+    )
+
+
+def _capacity_verdict(verdict: CapacityVerdict) -> str:
+    ours, peer = verdict.ours, verdict.best_peer
+    return (
+        f"{_MARKS[verdict.reached]} {CAPACITY_CASE}: ×{ours.speed:.2f} at budget {ours.budget_tokens}; "
+        f"best peer {peer.policy} ×{peer.speed:.2f} at {peer.budget_tokens} "
+        f"(at least {CAPACITY_AT_LEAST:g} times that)"
     )
 
 

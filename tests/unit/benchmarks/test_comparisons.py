@@ -13,7 +13,7 @@ from benchmarks.capacity import Capacity, capacity
 from benchmarks.matrix import Cell, best_budgets, run_matrix
 from benchmarks.robustness import Outcome, Situation, run_situations, situations
 from benchmarks.simulation import Deployment
-from benchmarks.suite import CASES, run_suite
+from benchmarks.suite import CASES, CapacityVerdict, run_suite
 from benchmarks.traces import Shape, generate
 from ext_proc.policies import BUILT_IN
 from ext_proc.settings import Targets
@@ -93,6 +93,13 @@ class TestCapacity:
     def test_it_is_zero_if_even_the_lowest_load_is_too_much(self, tmp_path: Path) -> None:
         found = self.found(mooncake_file(tmp_path), Targets(ttft_s=0.01, tpot_s=1.0), (0.1, 1.0))
         assert (found.speed, found.goodput) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("ours", "reached"), [(1.2, True), (0.8, False)])
+def test_the_default_policy_must_carry_half_as_much_again_as_any_peer(ours: float, reached: bool) -> None:
+    found = (("lockstep", ours), ("llm_d", 0.7), ("random", 0.1))
+    verdict = CapacityVerdict(tuple(Capacity(name, speed, 512, 0.8) for name, speed in found))
+    assert (verdict.best_peer.policy, verdict.reached) == ("llm_d", reached)
 
 
 def test_each_case_of_the_suite_runs_at_its_load_and_at_a_fifth(tmp_path: Path) -> None:
