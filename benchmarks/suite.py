@@ -91,6 +91,12 @@ class Verdict(msgspec.Struct, frozen=True):
     """Every policy at its best budget."""
 
     @property
+    def ttft_ratios(self) -> tuple[float, float]:
+        """Median and 99th percentile of TTFT, as multiples of the lowest of any baseline at that budget."""
+        ttft_s = self.ours.score.ttft_s
+        return ttft_s.p50 / self.fastest_ttft_p50_s, ttft_s.p99 / self.fastest_ttft_p99_s
+
+    @property
     def reached(self) -> bool | None:
         """Whether the goodput asked for was reached; `None` if none was."""
         return None if self.at_least is None else self.ours.score.goodput >= self.at_least

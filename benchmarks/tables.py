@@ -11,6 +11,7 @@ from benchmarks.capacity import Capacity
 from benchmarks.lock_step import DecodeSpeed
 from benchmarks.matrix import Cell
 from benchmarks.score import Score
+from benchmarks.suite import Verdict
 
 COLUMNS = (
     "policy",
@@ -103,6 +104,26 @@ def markdown(cells: Sequence[Cell]) -> str:
     """For a document."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     lines += ["| " + " | ".join(row) + " |" for row in rows(cells)]
+    return "\n".join(lines)
+
+
+def summary_markdown(verdicts: Sequence[Verdict]) -> str:
+    """A row per case of the suite, for a document."""
+    lines = [
+        "| case | TPOT target | best peer | wavegate | asked for | TTFT p50 | TTFT p99 | longest hold |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for verdict in verdicts:
+        ours, peer = verdict.ours, verdict.best_peer
+        p50, p99 = verdict.ttft_ratios
+        asked = "" if verdict.at_least is None else f"{verdict.at_least:.2f}"
+        lines.append(
+            f"| {verdict.case} | {ours.tpot_target_ms:g} ms "
+            f"| {peer.score.goodput:.3f} {peer.policy} @ {peer.budget_tokens} "
+            f"| **{ours.score.goodput:.3f}** @ {ours.budget_tokens} | {asked} "
+            f"| {ours.score.ttft_s.p50:.2f} s, ×{p50:.2f} | {ours.score.ttft_s.p99:.1f} s, ×{p99:.2f} "
+            f"| {ours.score.longest_hold_s:.1f} s |"
+        )
     return "\n".join(lines)
 
 

@@ -188,10 +188,11 @@ def suite(
         results = {"cases": verdicts, "capacity": carried}
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
     if markdown is not None:
-        sections = [f"#### {v.case}\n\n{tables.markdown(v.cells)}\n" for v in verdicts]
+        sections = [tables.summary_markdown(verdicts)]
+        sections += [f"#### {v.case}\n\n{tables.markdown(v.cells)}" for v in verdicts]
         if carried is not None:
-            sections.append(f"#### {CAPACITY_CASE}\n\n{tables.capacity_markdown(carried.capacities)}\n")
-        markdown.write_text("\n".join(sections))
+            sections.append(f"#### {CAPACITY_CASE}\n\n{tables.capacity_markdown(carried.capacities)}")
+        markdown.write_text("\n\n".join(sections) + "\n")
     reached = [verdict.reached for verdict in verdicts] + ([carried.reached] if carried else [])
     if False in reached:
         raise typer.Exit(1)
@@ -252,12 +253,12 @@ def _verdict(verdict: Verdict) -> str:
     ttft = ours.score.ttft_s
     mark = _MARKS[verdict.reached]
     wanted = "" if verdict.at_least is None else f" (at least {verdict.at_least:.2f})"
+    p50, p99 = verdict.ttft_ratios
     return (
         f"{mark} {verdict.case}: {ours.score.goodput:.3f} at budget {ours.budget_tokens}{wanted}; "
         f"best peer {peer.policy} {peer.score.goodput:.3f} at {peer.budget_tokens}\n"
-        f"        TTFT p50 {ttft.p50:.2f} s ({_ratio(ttft.p50, verdict.fastest_ttft_p50_s)}), "
-        f"p99 {ttft.p99:.1f} s ({_ratio(ttft.p99, verdict.fastest_ttft_p99_s)}), "
-        f"longest hold {ours.score.longest_hold_s:.1f} s"
+        f"        TTFT p50 {ttft.p50:.2f} s (×{p50:.2f} of the fastest), "
+        f"p99 {ttft.p99:.1f} s (×{p99:.2f} of the fastest), longest hold {ours.score.longest_hold_s:.1f} s"
     )
 
 
@@ -268,10 +269,6 @@ def _capacity_verdict(verdict: CapacityVerdict) -> str:
         f"best peer {peer.policy} ×{peer.speed:.2f} at {peer.budget_tokens} "
         f"(at least {CAPACITY_AT_LEAST:g} times that)"
     )
-
-
-def _ratio(ours: float, theirs: float) -> str:
-    return f"×{ours / theirs:.2f} of the fastest"
 
 
 def _draw(

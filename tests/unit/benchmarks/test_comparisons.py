@@ -14,6 +14,7 @@ from benchmarks.matrix import Cell, best_budgets, run_matrix
 from benchmarks.robustness import Outcome, Situation, run_situations, situations
 from benchmarks.simulation import Deployment
 from benchmarks.suite import CASES, CapacityVerdict, run_suite
+from benchmarks.tables import summary_markdown
 from benchmarks.traces import Shape, generate
 from ext_proc.policies import BUILT_IN
 from ext_proc.settings import Targets
@@ -113,6 +114,8 @@ def test_each_case_of_the_suite_runs_at_its_load_and_at_a_fifth(tmp_path: Path) 
     )
     assert first.ours.score.requests > 3 * fifth.ours.score.requests
     assert (first.reached is None, fifth.reached) == (False, None)
+    *_, row, _ = summary_markdown([first, fifth]).splitlines()
+    assert row.startswith(f"| {case.name} | 100 ms | {first.best_peer.score.goodput:.3f} ")
 
 
 def test_a_peer_that_is_clearly_better_makes_a_loss() -> None:
