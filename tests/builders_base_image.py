@@ -5,17 +5,15 @@ It is given what this machine needs to reach its package index, so that the Dock
 
 from __future__ import annotations
 
-import io
 import re
 import shutil
 import ssl
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 
-from tests.builders_docker import ROOT, CommandFailed, Docker
+from tests.builders_docker import ROOT, CommandFailed, Docker, archive
 
 PULL_TIMEOUT_S = 180.0
 SUITE = "bookworm"
@@ -70,8 +68,8 @@ def _import_debootstrap(docker: Docker, tag: str) -> None:
             ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(root), *_mirror(docker)],
             timeout_s=DEBOOTSTRAP_TIMEOUT_S,
         )
-        archive = ["tar", "-C", str(root), *(f"--exclude={path}/*" for path in LEFT_OUT), "-c", "."]
-        with subprocess.Popen(archive, stdout=subprocess.PIPE) as tar:
+        tar_command = ["tar", "-C", str(root), *(f"--exclude={path}/*" for path in LEFT_OUT), "-c", "."]
+        with subprocess.Popen(tar_command, stdout=subprocess.PIPE) as tar:
             assert tar.stdout is not None
             docker("import", "-", tag, stdin=tar.stdout.fileno())
 
@@ -101,13 +99,7 @@ def _build_context(plain: str) -> bytes:
         f'ENV PIP_{name.upper().replace("-", "_")}="{value}"' for name, value in _pip_settings().items()
     ]
     files["Dockerfile"] = "\n".join(lines).encode()
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(content), 0o644
-            tar.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
+    return archive(files)
 
 
 def _pip_settings() -> dict[str, str]:

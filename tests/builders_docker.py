@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
 import subprocess
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,6 +89,17 @@ class Docker:
         except (CommandFailed, OSError, subprocess.TimeoutExpired):
             return False
         return True
+
+
+def archive(files: Mapping[str, bytes], *, mode: int = 0o644) -> bytes:
+    """A tar archive: what the daemon takes as the files of a build, or of an image."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), mode
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
 
 
 @contextmanager

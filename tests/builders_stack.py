@@ -72,6 +72,7 @@ class Stack:
         file: Path = COMPOSE_FILE,
         profile: str | None = None,
         image: str | None = None,
+        envoy_image: str | None = None,
     ) -> None:
         """`folder`: for a file that tells Compose how to build on this machine. `image`: not to be built."""
         self.docker = docker
@@ -85,6 +86,7 @@ class Stack:
             "WAVEGATE_PORT": str(self.port),
             "WAVEGATE_VLLM_PORT": str(self.port),
             "VLLM_MODEL": VLLM_MODEL,
+            **({} if envoy_image is None else {"ENVOY_IMAGE": envoy_image}),
         }
         build = folder / "build.yml"
         build.write_text(yaml.safe_dump({"services": {"rank-0": {"build": _build_here()}}}))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from tests.builders_docker import ROOT, CommandFailed
+from tests.builders_docker import ROOT, CommandFailed, archive
 from tests.builders_stack import RANKS, SERVICES, VLLM_MODEL, Container, Say, Stack, with_stand_ins_for_vllm
 from tests.builders_traffic import traffic
 
@@ -64,6 +64,29 @@ def test_no_container_can_change_itself(stack: Stack, service: str) -> None:
         stack.execute(service, "touch", "/etc/something")
 
 
+def test_envoy_can_come_from_another_image(stack: Stack, base_image: str, tmp_path: Path) -> None:
+    envoy_image = f"{stack.name}:envoy"
+    stand_in = archive({"usr/local/bin/envoy": b"#!/bin/sh\necho the other one\n"}, mode=0o755)
+    stack.docker("import", "-", envoy_image, stdin=stand_in)
+    built = Stack(stack.docker, tmp_path, base_image, envoy_image=envoy_image)
+    try:
+        built.compose("build", "rank-0")
+        answer = stack.docker("run", "--rm", "--network", "none", built.image, "envoy", "--version")
+    finally:
+        built.remove_image()
+        stack.docker("rmi", envoy_image)
+    assert answer == "the other one\n"
+
+
+@pytest.mark.parametrize("command", ["envoy", "gateway"])
+def test_a_faulty_configuration_is_explained(stack: Stack, command: str) -> None:
+    faulty = "groups: [{engine: adopted, name: g0, modle: m, endpoints: ['10.0.0.1:8000']}]"
+    with pytest.raises(CommandFailed, match="modle: is not a key here; did you mean model"):
+        stack.compose(
+            "run", "--rm", "--no-deps", "-T", "-e", f"WAVEGATE_YAML={faulty}", "test", "wavegate", command
+        )
+
+
 async def test_a_group_that_loses_a_rank_restarts_whole(stack: Stack, say: Say) -> None:
     before = stack.containers()
     async with traffic(stack.url, MODEL) as seen:
@@ -92,18 +115,19 @@ async def test_a_stopped_rank_stops_its_group_until_it_is_started(stack: Stack, 
     assert all(failure.ended_s > stopped_s for failure in seen.failures())
 
 
-async def test_without_the_gateway_no_request_fails(stack: Stack, say: Say) -> None:
+@pytest.mark.parametrize("end", ["stop", "kill"])
+async def test_without_the_gateway_no_request_fails(stack: Stack, say: Say, end: str) -> None:
     async with traffic(stack.url, MODEL) as seen:
         await seen.answers_after(seen.mark("everything runs"))
-        seen.mark("docker compose stop gateway")
-        await asyncio.to_thread(stack.compose, "stop", "gateway")
-        stopped_s = seen.mark("it has stopped")
+        seen.mark(f"docker compose {end} gateway")
+        await asyncio.to_thread(stack.compose, end, "gateway")
+        stopped_s = seen.mark("it has ended")
         await seen.answers_after(stopped_s, 30)
         started_s = seen.mark("docker compose start gateway")
         await asyncio.to_thread(stack.compose, "start", "gateway")
         await stack.until_healthy("gateway")
         await seen.answers_after(seen.mark("it is healthy"), 30)
-    say(seen.report("the gateway is stopped, and started"))
+    say(seen.report(f"the gateway ends by {end}, and is started"))
     away = [failure for failure in seen.failures() if stopped_s < failure.started_s < started_s]
     assert away == []
     # On a machine that is too busy the gateway takes ranks for hung, and refuses requests while it is there.
