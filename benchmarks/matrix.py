@@ -5,9 +5,8 @@ A policy that never holds requests does the same whatever the targets are, so on
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -15,6 +14,7 @@ import msgspec
 from benchmarks.score import Score, score
 from benchmarks.simulation import Deployment, Gateway, Observation, simulate
 from benchmarks.traces import TraceRequest
+from benchmarks.workers import worker_processes
 from ext_proc.policies import make_policy
 from ext_proc.settings import AdmissionSettings, Targets
 
@@ -73,7 +73,7 @@ def run_matrix(
         for judged_by in _runs_for(policy, targets)
     ]
     results: dict[int, list[Cell]] = {}
-    with ProcessPoolExecutor(max_workers=os.cpu_count()) as executor:
+    with worker_processes() as executor:
         futures = {executor.submit(_run, job): n for n, job in enumerate(jobs)}
         for future in as_completed(futures):
             results[futures[future]] = future.result()

@@ -6,9 +6,7 @@ helps further. Every trial is a whole run of the trace by the decision code that
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -16,6 +14,7 @@ import msgspec
 from benchmarks.score import Score, score
 from benchmarks.simulation import Deployment, Gateway, simulate
 from benchmarks.traces import TraceRequest
+from benchmarks.workers import worker_processes
 from ext_proc.settings import AdmissionSettings, Targets
 
 INTERVALS = (8,)
@@ -66,7 +65,7 @@ def tune(
     gateway = Gateway(policy=policy, targets=targets, admission=AdmissionSettings(targets=targets))
     variants = 1 + len(INTERVALS)
     total = len(budgets) + variants
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, len(budgets))) as pool:
+    with worker_processes() as pool:
 
         def run(settings: Sequence[EngineSettings]) -> list[Trial]:
             jobs = [_Job(tuple(trace), _with(deployment, one), gateway, one, seed) for one in settings]
