@@ -39,7 +39,8 @@ def ranks_cluster(config: Config) -> dict[str, Json]:
         "circuit_breakers": circuit_breakers(envoy.max_concurrent_requests),
         "health_checks": [_rank_health_check(envoy.health_check)],
         "outlier_detection": _rank_outlier_detection(envoy.outlier_detection),
-        # Panic only when no rank at all is healthy: better to try one than to refuse everybody.
+        # Panic only when no rank is healthy (of more than 100, when fewer than 1 % are; Envoy knows whole
+        # percents): better to try one than to refuse everybody.
         "common_lb_config": {"healthy_panic_threshold": {"value": 1}},
         "load_balancing_policy": _obey_the_pick(envoy),
         "typed_extension_protocol_options": {

@@ -17,6 +17,8 @@ SAMPLES: Mapping[str, str] = {
     "envoy-full-duplex.yaml": "full-duplex.yaml",
 }
 """Each configuration that stands alone, and the file in `envoy/samples` it is made from."""
+BY_HAND = {"api-keys.yaml", "listener-tls.yaml", "other-route.yaml"}
+"""Snippets that no configuration asks for: examples of Envoy's own filters."""
 
 
 def content(name: str) -> Any:

@@ -10,11 +10,9 @@ import httpx2
 import pytest
 
 from tests.builders_envoy import RunningEnvoy, envoy_config, running_envoy
+from tests.builders_mode_setup import CHAT, NO_GATEWAY, Setup, mode_at_work
+from tests.builders_modes import Change, Mode, no_change
 from tests.builders_parts import Answer, StubPicker, StubRank, refusing_endpoint, stub_picker, stub_rank
-
-NO_GATEWAY = "127.0.0.1:1"
-"""An ext_proc address where nobody listens."""
-CHAT = "/v1/chat/completions"
 
 StartEnvoy = Callable[..., AbstractAsyncContextManager[RunningEnvoy]]
 
@@ -30,14 +28,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def start_envoy(tmp_path_factory: pytest.TempPathFactory) -> StartEnvoy:
     """`async with start_envoy([[endpoint, …], …], ext_proc) as envoy:`, one list of endpoints per group.
 
-    Groups are named g0, g1, …; `envoy_section` are fields of the configuration's section `envoy`.
+    Groups are named g0, g1, …; `envoy_section` are fields of the configuration's section `envoy`. `change`
+    alters what was rendered.
     """
 
     def start(
-        groups: Sequence[Sequence[str]], ext_proc: str = NO_GATEWAY, **envoy_section: Any
+        groups: Sequence[Sequence[str]],
+        ext_proc: str = NO_GATEWAY,
+        change: Change = no_change,
+        **envoy_section: Any,
     ) -> AbstractAsyncContextManager[RunningEnvoy]:
         config = envoy_config(groups, ext_proc, **envoy_section)
-        return running_envoy(config, tmp_path_factory.mktemp("envoy"))
+        return running_envoy(config, tmp_path_factory.mktemp("envoy"), change)
 
     return start
 
@@ -90,5 +92,18 @@ def start_pool(start_envoy: StartEnvoy) -> StartPool:
             target = picker.target if with_picker else NO_GATEWAY
             envoy = await parts.enter_async_context(start_envoy([endpoints], target, **envoy_section))
             yield StubPool(envoy, ranks, picker)
+
+    return start
+
+
+StartMode = Callable[..., AbstractAsyncContextManager[Setup]]
+
+
+@pytest.fixture
+def start_mode(tmp_path_factory: pytest.TempPathFactory) -> StartMode:
+    """`async with start_mode(mode, answer, answer, …) as setup:`, with what `mode_at_work` understands."""
+
+    def start(mode: Mode, *answers: Any, **options: Any) -> AbstractAsyncContextManager[Setup]:
+        return mode_at_work(tmp_path_factory.mktemp("envoy"), mode, *answers, **options)
 
     return start

@@ -17,8 +17,9 @@ from aiohttp import web
 
 from gateway.envoy_ranks import RANK_IDLE_TIMEOUT_S
 from tests.builders_envoy import RunningEnvoy
+from tests.builders_mode_setup import CHAT
 from tests.builders_parts import always, ok, picks, refuses, stub_rank
-from tests.e2e.conftest import CHAT, StartEnvoy, StartPool
+from tests.e2e.conftest import StartEnvoy, StartPool
 
 MIB = 1 << 20
 FAST_HEALTH_CHECK = {"interval_s": 0.1, "timeout_s": 1.0, "unhealthy_threshold": 2}

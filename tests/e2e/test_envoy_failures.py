@@ -8,8 +8,9 @@ import httpx2
 import pytest
 from aiohttp import web
 
+from tests.builders_mode_setup import CHAT
 from tests.builders_parts import Answer, always, ok, picks
-from tests.e2e.conftest import CHAT, StartPool, StubPool
+from tests.e2e.conftest import StartPool, StubPool
 
 SELDOM = {"interval_s": 60}
 """Health checks that do not come in time to change anything."""

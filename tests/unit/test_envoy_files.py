@@ -8,11 +8,9 @@ from typer.testing import CliRunner
 from gateway.cli import main
 from gateway.envoy_parts import Part
 from gateway.envoy_process import locate, validate
-from tests.builders_envoy_files import ENVOY, SAMPLES
+from tests.builders_envoy_files import BY_HAND, ENVOY, SAMPLES
 
 PARTS = {f"{part.value}.yaml" for part in Part}
-BY_HAND = {"api-keys.yaml", "listener-tls.yaml", "other-route.yaml"}
-"""Snippets that no configuration asks for: examples of Envoy's own filters."""
 
 
 def printed(*arguments: str) -> str:
