@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -22,7 +23,7 @@ from aiohttp import web
 
 from tests.builders_envoy import RunningEnvoy, started_envoy
 from tests.builders_envoy_files import ENVOY, SAMPLES, content, with_addresses
-from tests.builders_modes import connection_manager, listener, route
+from tests.builders_modes import connection_manager, http_filter, listener, route
 from tests.builders_parts import StubRank, ok, picks, refusing_endpoint, stub_picker, stub_rank
 from tests.builders_processes import free_port
 from tests.builders_wavegate import WavegateProcess, running_wavegate
@@ -32,6 +33,8 @@ BODY = b'{"model":"wavegate-embedded","messages":[{"role":"user","content":"Hell
 MIB = 1 << 20
 RANKS = 4
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+FREE, FULL = (0, 0, 0.0), (8, 2, 1.0)
+"""What the gauges of a rank say that has room, and of one that has none."""
 
 
 class Pool:
@@ -43,6 +46,10 @@ class Pool:
         self.ranks: list[StubRank] = []
         self.may_end = asyncio.Event()
         """Until it is set, no answer ends."""
+        self.refusing: set[int] = set()
+        """Ranks whose queue is full: they answer 503."""
+        self.gauges: tuple[float, ...] = FREE
+        """What all ranks report."""
         self._admin_url = admin_url
 
     def client(self) -> httpx2.AsyncClient:
@@ -53,6 +60,12 @@ class Pool:
         """Open reservations, by rank."""
         async with httpx2.AsyncClient(base_url=self._admin_url) as http:
             return [rank["reservations"] for rank in (await http.get("/status")).json()["ranks"]]
+
+    async def held(self) -> int:
+        """Requests that wait in the gateway."""
+        async with httpx2.AsyncClient(base_url=self._admin_url) as http:
+            held: int = (await http.get("/status")).json()["held"]["requests"]
+            return held
 
     async def until_reserved(self, total: int, *, within_s: float) -> None:
         """Wait until so many reservations are open."""
@@ -70,16 +83,20 @@ def start_file(tmp_path: Path) -> StartFile:
 
     @asynccontextmanager
     async def start(name: str) -> AsyncIterator[Pool]:
-        may_end = asyncio.Event()
+        pool: Pool | None = None
 
         async def answer(rank: int, request: web.Request) -> web.StreamResponse:
             if request.path == "/metrics":
-                lines = (f'vllm:{name}{{engine="{rank}",model_name="m"}} 0\n' for name in GAUGES)
+                values = zip(GAUGES, FREE if pool is None else pool.gauges, strict=True)
+                lines = (f'vllm:{name}{{engine="{rank}",model_name="m"}} {value}\n' for name, value in values)
                 return web.Response(text="".join(lines))
+            assert pool is not None
+            if rank in pool.refusing:
+                return web.Response(status=503)
             response = web.StreamResponse()
             await response.prepare(request)
             await response.write(b"begun")
-            await may_end.wait()
+            await pool.may_end.wait()
             return response
 
         async with AsyncExitStack() as parts:
@@ -99,7 +116,7 @@ def start_file(tmp_path: Path) -> StartFile:
             configuration = with_addresses(content(name), endpoints, target)
             envoy = await parts.enter_async_context(started_envoy(configuration, tmp_path))
             pool = Pool(envoy, gateway, f"http://127.0.0.1:{admin_port}")
-            pool.ranks, pool.may_end = ranks, may_end
+            pool.ranks = ranks
             yield pool
 
     return start
@@ -124,6 +141,44 @@ async def test_requests_are_balanced_and_held_by_their_ranks_until_answers_end(
         served = Counter(answer.headers["x-wavegate-rank"] for answer in answers)
         assert sorted(served) == [f"g0/{index}" for index in range(RANKS)]
         assert sorted(served.values()) == sorted(reserved)
+
+
+@of_every_file
+async def test_a_rank_that_is_full_is_passed_over_for_the_next_of_the_pick(
+    start_file: StartFile, name: str
+) -> None:
+    async with start_file(name) as pool, pool.client() as http:
+        pool.may_end.set()
+        pool.refusing = {0}
+        answers = await asyncio.gather(*(http.post(CHAT, content=BODY) for _ in range(20)))
+        assert {answer.status_code for answer in answers} == {200}
+        endpoints = [rank.endpoint for rank in pool.ranks]
+        again = [line for line in await pool.envoy.access_log(20) if line["attempts"] > 1]
+        assert again
+        for line in again:
+            first, second, *_rest = line["picked"].split(",")
+            assert (first, line["rank"]) == (endpoints[0], f"g0/{endpoints.index(second)}")
+
+
+@of_every_file
+async def test_a_request_is_held_for_more_than_a_second_until_a_rank_has_room(
+    start_file: StartFile, name: str
+) -> None:
+    async with start_file(name) as pool, pool.client() as http:
+        pool.may_end.set()
+        pool.gauges = FULL
+        async with asyncio.timeout(20):
+            while True:
+                started_s = time.monotonic()
+                request = asyncio.create_task(http.post(CHAT, content=BODY))
+                await asyncio.sleep(0.3)
+                if not request.done():
+                    break  # the gateway has read it
+        assert await pool.held() == 1
+        await asyncio.sleep(1.2)
+        pool.gauges = FREE
+        assert (await request).status_code == 200
+        assert time.monotonic() - started_s > 1.5
 
 
 @of_every_file
@@ -266,6 +321,8 @@ async def envoy_with(
 async def test_with_the_snippet_for_api_keys_only_those_who_have_one_are_served(tmp_path: Path) -> None:
     def add_keys(configuration: Any) -> None:
         connection_manager(configuration)["http_filters"][0:0] = snippet("api-keys")
+        # What `gateway.admission.tenant_header: x-client-id` asks for.
+        http_filter(configuration, "ext_proc")["request_attributes"].append("request.headers['x-client-id']")
 
     async with (
         stub_rank() as rank,
@@ -281,6 +338,8 @@ async def test_with_the_snippet_for_api_keys_only_those_who_have_one_are_served(
         (received,) = rank.received
         assert received.headers["x-client-id"] == "team-b"
         assert "authorization" not in received.headers
+        attributes = picker.messages[0].attributes["envoy.filters.http.ext_proc"]
+        assert attributes["request.headers['x-client-id']"] == "team-b"
         dumped = (await http.get(f"{envoy.admin_url}/config_dump")).text
         assert "sk-replace" not in dumped
 
