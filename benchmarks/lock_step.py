@@ -77,7 +77,11 @@ async def measure(
     results: list[DecodeSpeed] = []
     quiet_gap_s = float("inf")
     async with aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), raise_for_status=True, read_bufsize=1 << 20
+        # A server may close a connection that was idle just when it is used again.
+        connector=aiohttp.TCPConnector(force_close=True),
+        timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+        raise_for_status=True,
+        read_bufsize=1 << 20,
     ) as session:
         for situation, arrivals in SITUATIONS.items():
             async with _decoding(session, ranks[1], model) as tokens_s, asyncio.TaskGroup() as prompts:

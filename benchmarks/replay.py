@@ -66,7 +66,8 @@ async def replay(
     result = ReplayResult([Served(request) for request in requests])
     done = 0
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        # A server may close a connection that was idle just when it is used again.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
         headers=headers,
         read_bufsize=1 << 20,
