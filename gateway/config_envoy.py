@@ -86,12 +86,13 @@ class EnvoySection(Section):
     """In the mode partial_body: what Envoy buffers of a connection. The gateway sees this much of a body, or
     up to twice as much; requests with more are not retried."""
     max_concurrent_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 65_536
-    """Circuit breaker of the cluster of ranks and of the ext_proc cluster."""
+    """Circuit breaker of the cluster of ranks and of the ext_proc cluster; also the most client connections."""
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     """Retries on another rank, only before the first byte of an answer."""
     connect_timeout_s: Seconds = 1.0
     message_timeout_s: Seconds = 15.0
-    """How long Envoy waits for a decision before it balances by itself; longer than the longest hold."""
+    """How long Envoy waits for a decision before it balances by itself; longer than the longest hold. In the
+    endpoint_picker modes Envoy has no such limit."""
     health_check: EnvoyHealthCheck = EnvoyHealthCheck()
     outlier_detection: EnvoyOutlierDetection = EnvoyOutlierDetection()
     standby_gateways: Annotated[tuple[GatewayAddress, ...], Field(max_length=8)] = ()
