@@ -86,8 +86,8 @@ class EnvoySection(Section):
     """In the mode partial_body: what Envoy buffers of a connection. The gateway sees this much of a body, or
     up to twice as much; requests with more are not retried."""
     max_concurrent_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 65_536
-    """Circuit breaker of the cluster of ranks and of the ext_proc cluster; also the most connections of clients,
-    of which HTTP/1.1 needs one per request."""
+    """Circuit breaker of the cluster of ranks and of the ext_proc cluster; also the most connections of
+    clients, of which HTTP/1.1 needs one per request."""
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     """Retries on another rank, only before the first byte of an answer."""
     connect_timeout_s: Seconds = 1.0
