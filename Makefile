@@ -13,7 +13,7 @@ ARGS ?=
 ENGINE ?= embedded
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test vllm-env test-vllm test-compose lint format clean
+.PHONY: help demo test vllm-env test-vllm test-compose bench-env lint format clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -39,6 +39,8 @@ test-compose: $(VENV)/.with-test ## Run the tests of docker-compose.yml; as root
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends $$missing; \
 	fi
 	$(VENV)/bin/pytest tests/compose $(ARGS)
+
+bench-env: $(VENV)/.with-bench ## Install what `wavegate bench … --plot` draws with.
 
 lint: $(VENV)/.with-test ## Check style and types.
 	$(VENV)/bin/ruff format --check .
