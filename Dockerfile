@@ -30,8 +30,8 @@ FROM ${ENVOY_IMAGE} AS envoy
 
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title=wavegate
-COPY --from=envoy /usr/local/bin/envoy /usr/local/bin/envoy
 COPY --from=build /opt/wavegate /opt/wavegate
+COPY --from=envoy /usr/local/bin/envoy /usr/local/bin/envoy
 # The file system is read-only when it runs: no byte code is written, and /tmp is where everything goes.
 ENV PATH=/opt/wavegate/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 USER 10001:10001

@@ -13,13 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.builders_docker import ROOT, CommandFailed, Docker, archive
+from tests.builders_docker import ROOT, CommandFailed, Docker, archive, memory_folder
 
 PULL_TIMEOUT_S = 180.0
 SUITE = "bookworm"
 PACKAGES = "python3,python3-venv,ca-certificates"
 DEBOOTSTRAP_TIMEOUT_S = 600.0
-NEEDED_MEMORY_BYTES = 2 << 30
+TREE_BYTES = 1 << 30
 LEFT_OUT = ("./var/cache/apt/archives", "./var/lib/apt/lists", "./dev", "./proc", "./sys")
 
 CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
@@ -62,7 +62,8 @@ def _was_pulled(docker: Docker, image: str) -> bool:
 def _import_debootstrap(docker: Docker, tag: str) -> None:
     if shutil.which("debootstrap") is None:
         raise CommandFailed("no image can be pulled here, and there is no debootstrap to make one")
-    with tempfile.TemporaryDirectory(prefix="wavegate-base-", dir=_fast_folder()) as name:
+    # dpkg waits for the disk after every file, if there is one.
+    with tempfile.TemporaryDirectory(prefix="wavegate-base-", dir=memory_folder(TREE_BYTES)) as name:
         root = Path(name) / "root"
         docker.run(
             ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(root), *_mirror(docker)],
@@ -72,12 +73,6 @@ def _import_debootstrap(docker: Docker, tag: str) -> None:
         with subprocess.Popen(tar_command, stdout=subprocess.PIPE) as tar:
             assert tar.stdout is not None
             docker("import", "-", tag, stdin=tar.stdout.fileno())
-
-
-def _fast_folder() -> Path | None:
-    """In memory if there is enough: dpkg waits for the disk after every file."""
-    memory = Path("/dev/shm")
-    return memory if memory.is_dir() and shutil.disk_usage(memory).free > NEEDED_MEMORY_BYTES else None
 
 
 def _mirror(docker: Docker) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 DAEMON_START_TIMEOUT_S = 60.0
 DAEMON_STOP_TIMEOUT_S = 60.0
 SHOWN_LOG_LINES = 5
+DATA_BYTES = 6 << 30
 
 DAEMON_OPTIONS = (
     "--bridge=none",
@@ -123,7 +125,7 @@ def running_docker() -> Iterator[Docker]:
 def _own_daemon() -> Iterator[Docker]:
     # Apart from the data, because the path of a socket must be short.
     run = Path(tempfile.mkdtemp(prefix="wavegate-dockerd-", dir="/tmp"))
-    data = Path(tempfile.mkdtemp(prefix="wavegate-dockerd-data-", dir=_roomiest_folder()))
+    data = Path(tempfile.mkdtemp(prefix="wavegate-dockerd-data-", dir=_data_folder()))
     host = f"unix://{run}/docker.sock"
     places = [f"--host={host}", f"--exec-root={run}/exec", f"--pidfile={run}/pid", f"--data-root={data}"]
     try:
@@ -141,11 +143,22 @@ def _own_daemon() -> Iterator[Docker]:
             shutil.rmtree(folder)
 
 
-def _roomiest_folder() -> Path:
-    """Images take some gigabytes."""
+def _data_folder() -> Path:
+    """Images take some gigabytes of many small files: in memory, if there is plenty of it."""
+    if memory := memory_folder(DATA_BYTES):
+        return memory
     ignored = ROOT / ".wavegate"
     ignored.mkdir(exist_ok=True)
     return max((Path(tempfile.gettempdir()), ignored), key=lambda folder: shutil.disk_usage(folder).free)
+
+
+def memory_folder(needed_bytes: int) -> Path | None:
+    """A folder that lies in memory, if so much is free there and twice as much is available to all."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir() or shutil.disk_usage(folder).free < needed_bytes:
+        return None
+    available = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return folder if available and int(available[1]) * 1024 >= 2 * needed_bytes else None
 
 
 def _once_it_answers(daemon: subprocess.Popen[bytes], docker: Docker, log: Path) -> Docker:

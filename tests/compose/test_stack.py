@@ -57,11 +57,11 @@ def test_nothing_but_envoy_is_published_and_that_on_loopback(stack: Stack) -> No
 def test_no_container_can_change_itself(stack: Stack, service: str) -> None:
     container = stack.containers()[service].facts
     assert container["HostConfig"]["ReadonlyRootfs"]
-    assert stack.execute(service, "id", "-u").strip() == "10001"
-    capabilities = stack.execute(service, "grep", "CapBnd", "/proc/self/status").split()
-    assert capabilities == ["CapBnd:", "0000000000000000"]
-    with pytest.raises(CommandFailed, match="Read-only file system"):
-        stack.execute(service, "touch", "/etc/something")
+    script = "id -u; grep CapBnd /proc/self/status; touch /etc/something 2>&1 || true"
+    user, capabilities, refusal = stack.docker("exec", container["Id"], "sh", "-c", script).splitlines()
+    assert user == "10001"
+    assert capabilities.split() == ["CapBnd:", "0000000000000000"]
+    assert "Read-only file system" in refusal
 
 
 def test_envoy_can_come_from_another_image(stack: Stack, base_image: str, tmp_path: Path) -> None:
@@ -122,11 +122,11 @@ async def test_without_the_gateway_no_request_fails(stack: Stack, say: Say, end:
         seen.mark(f"docker compose {end} gateway")
         await asyncio.to_thread(stack.compose, end, "gateway")
         stopped_s = seen.mark("it has ended")
-        await seen.answers_after(stopped_s, 30)
+        await seen.answers_after(stopped_s, 20)
         started_s = seen.mark("docker compose start gateway")
         await asyncio.to_thread(stack.compose, "start", "gateway")
         await stack.until_healthy("gateway")
-        await seen.answers_after(seen.mark("it is healthy"), 30)
+        await seen.answers_after(seen.mark("it is healthy"), 20)
     say(seen.report(f"the gateway ends by {end}, and is started"))
     away = [failure for failure in seen.failures() if stopped_s < failure.started_s < started_s]
     assert away == []
