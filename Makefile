@@ -31,7 +31,7 @@ test-vllm: $(VENV)/.with-test $(VLLM_VENV)/.with-plugin ## Run the tests of real
 
 # debootstrap makes the base image where none can be pulled.
 test-compose: $(VENV)/.with-test ## Run the tests of docker-compose.yml; as root on Debian, installs what is missing of Docker.
-	@command -v dockerd >/dev/null || docker version >/dev/null 2>&1 || missing=docker.io; \
+	@missing=; command -v dockerd >/dev/null || docker version >/dev/null 2>&1 || missing=docker.io; \
 	docker compose version >/dev/null 2>&1 || command -v docker-compose >/dev/null || missing="$$missing docker-compose"; \
 	command -v debootstrap >/dev/null || missing="$$missing debootstrap"; \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

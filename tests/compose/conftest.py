@@ -50,7 +50,7 @@ def docker(say: Say) -> Iterator[Docker]:
             command = compose_command()
         except NoDocker as error:
             say(f"SKIPPED: the tests of docker compose, because {error}")
-            pytest.skip(str(error))
+            pytest.skip("there is no Docker daemon here: see above")
         server = daemon("version", "--format", "{{.Server.Version}}").strip()
         version = daemon.run([*command, "version", "--short"]).strip()
         say(f"Docker {server}, {' '.join(command)} {version}")
