@@ -16,9 +16,8 @@ EXT_PROC_CLUSTER = "ext_proc"
 
 _GATEWAY_HEALTH_CHECK: dict[str, Json] = {
     "interval": "1s",
-    # These two are 60 s by default, as long as a cluster has had no traffic.
+    # By default 60 s, as long as a cluster has had no traffic.
     "no_traffic_interval": "1s",
-    "no_traffic_healthy_interval": "1s",
     "timeout": "1s",
     "unhealthy_threshold": 2,
     "healthy_threshold": 1,

@@ -358,7 +358,7 @@ class TestClients:
             head = f"POST {CHAT} HTTP/1.1\r\nhost: h\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
             assert b" 100 " in await answered_raw(pool.envoy, head.encode())
 
-    async def test_ranks_get_no_headers_of_the_routers_and_none_that_clients_made_up(
+    async def test_ranks_get_no_headers_of_the_router_and_none_that_steer_it(
         self, start_pool: StartPool
     ) -> None:
         async with start_pool(ok) as pool:
