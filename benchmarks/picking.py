@@ -137,8 +137,8 @@ def _busy_ledger(size: int, facts: RequestFacts) -> Ledger:
             ledger.reserve(rank, other, 0.0)
         ledger.record_report(rank, _report(0.5, REQUESTS_PER_RANK))
         for _ in range(PROMPTS_REMEMBERED):
-            account.index.add([rng.getrandbits(60) for _ in facts.prompt_blocks])
-        account.index.add(shared if n % RANKS_PER_GROUP else facts.prompt_blocks)
+            account.cache.index.add([rng.getrandbits(60) for _ in facts.prompt_blocks])
+        account.cache.index.add(shared if n % RANKS_PER_GROUP else facts.prompt_blocks)
     return ledger
 
 

@@ -9,15 +9,12 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ext_proc.prefill_queue import PrefillQueue
-from ext_proc.prefix_index import PrefixIndex
+from ext_proc.rank_cache import RankCache
 from ext_proc.vocabulary import Rank, RankReport
 
 if TYPE_CHECKING:
     from ext_proc.groups import GroupAccount
     from ext_proc.ledger import Reservation
-
-MIN_INDEX_BLOCKS = 64
-"""The prefix index of even the smallest KV cache."""
 
 
 class RankAccount:
@@ -28,11 +25,11 @@ class RankAccount:
         "_own_peak_before",
         "_step_offsets",
         "adapters",
+        "cache",
         "decoding_sequences",
         "failures_in_a_row",
         "foreign_requests",
         "group",
-        "index",
         "kv_capacity_tokens",
         "pick_sequence",
         "picks",
@@ -61,7 +58,9 @@ class RankAccount:
         """Sequences of requests placed here that have had their first token."""
         self.prompt_tokens_open = 0
         """Prompt tokens of all open reservations."""
-        self.index = PrefixIndex(index_blocks)
+        self.cache = RankCache(
+            by_tokens=group.by_tokens, text_block_tokens=group.block_tokens, max_blocks=index_blocks
+        )
         self.kv_capacity_tokens: int | None = None
         """Size of the KV cache, once the rank has reported it."""
         self.report: RankReport | None = None
@@ -121,4 +120,4 @@ class RankAccount:
         self.failures_in_a_row = 0
         if report.kv_capacity_tokens is not None and report.kv_capacity_tokens != self.kv_capacity_tokens:
             self.kv_capacity_tokens = report.kv_capacity_tokens
-            self.index.resize(max(MIN_INDEX_BLOCKS, report.kv_capacity_tokens // self.group.block_tokens))
+            self.cache.resize(report.kv_capacity_tokens, report.kv_block_tokens)

@@ -17,7 +17,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from ext_proc import messages
 from ext_proc.body_modes import UnsupportedModeError
 from ext_proc.decision import DropReason, Refused
-from ext_proc.facts import call_kind, facts_of, facts_without_body, fault_of, parse
+from ext_proc.facts import call_kind, facts_of, facts_without_body, fault_of, parse, with_tokens
 from ext_proc.model_names import with_model
 from ext_proc.protocol import CollectedBodies, ProtocolSettings, Step
 from ext_proc.request_head import REQUEST_ID_HEADER, RequestHead, head_of_headers
@@ -134,7 +134,7 @@ class EndpointPicker:
         fault = None if self._settings.pass_malformed_bodies else fault_of(kind, fields)
         if fault is not None:
             return Refused(400, fault)
-        facts = facts_of(kind, fields, self._request_id)
+        facts = with_tokens(facts_of(kind, fields, self._request_id), body, self._settings.tokenise)
         rank_name = self._settings.model_names.get(facts.model or "")
         if rank_name is not None and facts.model is not None:
             self._renamed = (rank_name, facts.model)

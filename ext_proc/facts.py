@@ -7,6 +7,7 @@ request is then balanced by load and the rank answers it. Must never change the 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 from ext_proc.cut_json import complete
 from ext_proc.decision import DropReason
 from ext_proc.prompt_blocks import BYTES_PER_TOKEN, block_hashes, canonical_prompt
+from ext_proc.prompt_tokens import PromptTokens
 from ext_proc.vocabulary import CallKind, RequestFacts
 
 BLOCK_TOKENS = 64
@@ -22,6 +24,9 @@ BLOCK_TOKENS = 64
 
 PREFIX_BYTES = 128 * 1024
 """How much of a body that was cut off is read."""
+
+Tokenise = Callable[[RequestFacts, bytes], PromptTokens | None]
+"""Makes tokens of the prompt in a whole body as its rank would; `None` where it cannot be sure."""
 
 _CUT_IN_MODEL = re.compile(rb'"model"\s*:\s*"(?>(?:[^"\\]|\\.)*)\\?\Z', re.DOTALL)
 
@@ -72,15 +77,22 @@ def call_kind(path: str) -> CallKind:
     return CallKind.OTHER
 
 
-def read_facts(path: str, body: bytes, request_id: str) -> RequestFacts:
+def read_facts(path: str, body: bytes, request_id: str, tokenise: Tokenise | None = None) -> RequestFacts:
     """The facts of one request; unreadable parts are absent, never guessed.
 
     Args:
         path: request path, with or without a query.
         body: whole request body.
         request_id: the gateway's id of the request (`x-request-id`).
+        tokenise: without it, prompts are known as text only.
     """
-    return facts_of(call_kind(path), parse(body), request_id)
+    return with_tokens(facts_of(call_kind(path), parse(body), request_id), body, tokenise)
+
+
+def with_tokens(facts: RequestFacts, body: bytes, tokenise: Tokenise | None) -> RequestFacts:
+    """The facts with the prompt's tokens, and its length by them, where they can be had."""
+    tokens = tokenise(facts, body) if tokenise is not None else None
+    return facts if tokens is None else replace(facts, tokens=tokens, prompt_tokens=tokens.count)
 
 
 def read_facts_of_prefix(

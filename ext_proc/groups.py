@@ -29,6 +29,9 @@ class GroupFacts:
     times: StepTimes
     """Prior of its step times."""
     block_tokens: int
+    """Size of the blocks of prompts known as text."""
+    by_tokens: bool = False
+    """Whether prompts for it are known as tokens."""
     models: tuple[str, ...] = ()
     """Names by which clients ask for what it serves, the model's own first; none: it serves any."""
 
@@ -44,6 +47,7 @@ class GroupAccount:
         "_saturated_since_s",
         "accounts",
         "block_tokens",
+        "by_tokens",
         "decode_step_s",
         "decoding_sequences",
         "guesses",
@@ -77,6 +81,7 @@ class GroupAccount:
         self.lock_step = facts.lock_step
         self.times = facts.times
         self.block_tokens = facts.block_tokens
+        self.by_tokens = facts.by_tokens
         self.models = facts.models
         self.targets = targets
         self.accounts: list[RankAccount] = []

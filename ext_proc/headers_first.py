@@ -89,5 +89,5 @@ class HeadersFirst:
     def _facts_of_body(self, message: ProcessingRequest) -> RequestFacts:
         head, body = self.head, message.request_body
         if body.end_of_stream or self._mode == BUFFERED:
-            return read_facts(head.path, body.body, self._request_id)
+            return read_facts(head.path, body.body, self._request_id, self._settings.tokenise)
         return read_facts_of_prefix(head.path, body.body, self._request_id, head.content_length_bytes)

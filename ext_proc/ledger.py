@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
 from ext_proc.accounts import RankAccount
+from ext_proc.cache_events import BlocksStored, CacheEvent
 from ext_proc.groups import GroupAccount, GroupFacts
 from ext_proc.output_lengths import OutputLengths
 from ext_proc.pools import Pools
@@ -159,7 +160,7 @@ class Ledger:
         self.picks += 1
         account.open_one(self.picks, facts.prompt_tokens)
         account.prefills.push(reservation, reservation.uncached_tokens, now_s)
-        account.index.add(facts.prompt_blocks)
+        account.cache.expect(account.cache.blocks_of(facts, self._adapter(facts)))
         if facts.session is not None:
             self.sessions.note(facts.session, account)
         self._cached = None
@@ -174,6 +175,7 @@ class Ledger:
                 reservation.outcome is Outcome.ENDED and now_s - reservation.opened_at_s >= prefill_s
             )
             account.prefills.leave(reservation, now_s, had_first_token=had_first_token)
+            self._settle(reservation)
             group.note_phase(now_s)
         else:
             account.stop_decoding(facts.n, reservation.first_token_step)
@@ -201,10 +203,11 @@ class Ledger:
         if report.counters.is_restart_of(before.counters):
             for lost in account.prefills.clear():
                 self._first_token(lost.owner, is_guess=True)
-            account.index.clear()
+            account.cache.note_restart()
             self._cached = None
             account.group.note_phase(now_s)
             return
+        account.cache.note_report()
         self._record_progress(account, before.counters, report.counters, before.taken_at_s, now_s)
 
     def _retire_unobserved(self, account: RankAccount, report: RankReport) -> None:
@@ -222,9 +225,22 @@ class Ledger:
             reservation.release(Outcome.RETIRED, report.taken_at_s)
             ended -= 1
 
-    def forget_cache(self, rank: Rank) -> None:
-        """A rank says that its prefix cache is empty."""
-        self._by_rank[rank].index.clear()
+    def record_cache_events(self, rank: Rank, events: Sequence[CacheEvent]) -> None:
+        """Take in what a rank says has happened to its prefix cache."""
+        account = self._by_rank[rank]
+        adapters = {
+            one.adapter for one in events if isinstance(one, BlocksStored) and one.adapter is not None
+        }
+        self.pools.note_adapters(account.group, adapters)
+        account.cache.apply(events, account.prefills.tokens)
+        self._cached = None
+
+    def forget_cache_events(self, rank: Rank, *, all_to_come: bool) -> None:
+        """What a rank said of its prefix cache so far is void.
+
+        `all_to_come`: what it will say begins with an empty cache.
+        """
+        self._by_rank[rank].cache.forget_events(all_to_come=all_to_come)
         self._cached = None
 
     def record_failed_scrape(self, rank: Rank) -> None:
@@ -259,6 +275,17 @@ class Ledger:
         group.guesses += is_guess
         reservation.first_token_step = group.steps
         reservation.account.start_decoding(reservation.facts.n, group.steps)
+        self._settle(reservation)
+
+    def _settle(self, reservation: Reservation) -> None:
+        """The reservation's prompt is computed, or will not be."""
+        cache, facts = reservation.account.cache, reservation.facts
+        if cache.is_exact:
+            cache.settle(cache.blocks_of(facts, self._adapter(facts)))
+            self._cached = None
+
+    def _adapter(self, facts: RequestFacts) -> str | None:
+        return facts.model if self.pools.is_adapter(facts.model) else None
 
     def pass_time(self, now_s: float) -> None:
         """Let the model of step times run on to `now_s`."""
@@ -294,9 +321,13 @@ class Ledger:
         """Prompt tokens each rank probably has in its cache; never all, since the last is always computed."""
         if self._cached is not None and self._cached[0] is facts and self._cached[1] is accounts:
             return self._cached[2]
-        block_tokens, most = self._settings.block_tokens, max(0, facts.prompt_tokens - 1)
-        matches = matched_blocks_each([account.index for account in accounts], facts.prompt_blocks)
-        cached = [min(matched * block_tokens, most) if matched else 0 for matched in matches]
+        if facts.tokens is not None:
+            adapter = self._adapter(facts)
+            cached = [account.cache.cached_tokens(facts, adapter) for account in accounts]
+        else:
+            block_tokens, most = self._settings.block_tokens, max(0, facts.prompt_tokens - 1)
+            matches = matched_blocks_each([a.cache.index for a in accounts], facts.prompt_blocks)
+            cached = [min(matched * block_tokens, most) if matched else 0 for matched in matches]
         self._cached = (facts, accounts, cached)
         return cached
 

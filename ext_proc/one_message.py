@@ -36,7 +36,7 @@ class OneMessage:
         self.head = head = head_of_attributes(message, self._settings.head_names)
         body = message.request_body
         if body.end_of_stream or self._mode == BUFFERED:
-            return read_facts(head.path, body.body, head.request_id)
+            return read_facts(head.path, body.body, head.request_id, self._settings.tokenise)
         return read_facts_of_prefix(head.path, body.body, head.request_id)
 
     def on_placed(self, endpoints: tuple[str, ...]) -> Iterable[bytes]:

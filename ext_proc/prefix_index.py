@@ -30,7 +30,7 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def __contains__(self, block_hash: int) -> bool:
+    def __contains__(self, block_hash: object) -> bool:
         return block_hash in self._young or block_hash in self._old
 
     def resize(self, max_blocks: int) -> None:
@@ -75,6 +75,12 @@ class PrefixIndex:
         for block_hash in block_hashes:
             self._young.pop(block_hash, None)
             self._old.pop(block_hash, None)
+
+    def trim(self, max_blocks: int) -> None:
+        """The rank cannot have more than `max_blocks` blocks: the least recently used are forgotten now."""
+        for generation in (self._old, self._young):
+            while generation and len(self) > max_blocks:
+                generation.popitem()  # of a prompt, the end first: its beginning is what others share
 
     def clear(self) -> None:
         """The rank has lost its cache."""

@@ -25,12 +25,21 @@ _HASH_BITS = (1 << 60) - 1
 
 def block_hashes(chain_start: str, canonical: bytes, block_tokens: int) -> tuple[int, ...]:
     """Hashes of the full blocks of a canonical prompt; each depends on all blocks before it."""
-    block_bytes = block_tokens * BYTES_PER_TOKEN
-    chained = xxhash.xxh3_64_intdigest(chain_start.encode("utf-8", "surrogatepass")) & _HASH_BITS
+    start = start_of_chain(chain_start.encode("utf-8", "surrogatepass"))
+    return chained(start, canonical, block_tokens * BYTES_PER_TOKEN, MAX_BLOCKS)
+
+
+def start_of_chain(salt: bytes) -> int:
+    """What stands for the block before the first, so that only prompts with the same `salt` have the same."""
+    return xxhash.xxh3_64_intdigest(salt) & _HASH_BITS
+
+
+def chained(parent: int, data: bytes, block_bytes: int, max_blocks: int) -> tuple[int, ...]:
+    """Hashes of the full blocks of `data`, which follow the block `parent`; at most `max_blocks` of them."""
     hashes = []
-    for start in range(0, min(len(canonical) // block_bytes, MAX_BLOCKS) * block_bytes, block_bytes):
-        chained = xxhash.xxh3_64_intdigest(canonical[start : start + block_bytes], chained) & _HASH_BITS
-        hashes.append(chained)
+    for start in range(0, min(len(data) // block_bytes, max_blocks) * block_bytes, block_bytes):
+        parent = xxhash.xxh3_64_intdigest(data[start : start + block_bytes], parent) & _HASH_BITS
+        hashes.append(parent)
     return tuple(hashes)
 
 

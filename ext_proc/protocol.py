@@ -9,6 +9,7 @@ from typing import Protocol
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 
 from ext_proc.decision import Refused
+from ext_proc.facts import Tokenise
 from ext_proc.request_head import DEFAULT_NAMES, HeadNames, RequestHead
 from ext_proc.vocabulary import RequestFacts
 
@@ -27,6 +28,8 @@ class ProtocolSettings:
     """Name that clients use for a model → name that the ranks know."""
     head_names: HeadNames = DEFAULT_NAMES
     """Headers whose names the configuration chooses."""
+    tokenise: Tokenise | None = None
+    """Makes tokens of prompts; without it, they are known as text."""
     conformance_tests: bool = False
     """Obey the headers of the endpoint-picker conformance tests. Lets any client choose its rank."""
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ext_proc.prompt_tokens import PromptTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,8 @@ class RankReport:
     """`None` if the page lacks them."""
     kv_capacity_tokens: int | None = None
     """Size of the KV cache (`vllm:cache_config_info`)."""
+    kv_block_tokens: int | None = None
+    """Size of its blocks, likewise."""
     engine_steps: int | None = None
     """Steps with work that the engine has done since it started (`vllm:iteration_tokens_total_count`)."""
     adapters: frozenset[str] = frozenset()
@@ -109,7 +115,8 @@ class RequestFacts:
     prompt_chars: int = 0
     """Length of all prompt text, in Unicode characters; 0 when it could not be read."""
     prompt_tokens: int = 0
-    """Length of the prompt in tokens: exact for token-id prompts, else estimated from its characters."""
+    """Length of the prompt in tokens: exact where the prompt is known as tokens, else estimated from its
+    characters."""
     max_tokens: int | None = None
     """Generation bound the client asked for; `None` when it gave none."""
     n: int = 1
@@ -117,7 +124,9 @@ class RequestFacts:
     subset: Subset | None = None
     """The ranks it may go to; `None`: any of the pool."""
     prompt_blocks: tuple[int, ...] = ()
-    """Chained hashes of the prompt's full blocks; empty when the prompt is not looked at that closely."""
+    """Chained hashes of the full blocks of the prompt's text; empty when it is not looked at that closely."""
+    tokens: PromptTokens | None = None
+    """The prompt as the tokens that the engine will see; `None` where that is not known."""
     priority: int = 0
     """Lower is more urgent, as in vLLM."""
     tenant: str = ""

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from ext_proc.admission import Admission, Prospect
 from ext_proc.decision import Refused
-from ext_proc.facts import read_facts
+from ext_proc.facts import Tokenise, read_facts
 from ext_proc.ledger import Ledger
 from ext_proc.picker import Busy
 from ext_proc.request_head import HeadNames, head_of_values
@@ -33,7 +33,7 @@ def explanation(
             "kind": facts.kind.value,
             "model": facts.model,
             "prompt_tokens": facts.prompt_tokens,
-            "prompt_blocks": len(facts.prompt_blocks),
+            "prompt_is_exact": facts.tokens is not None,
             "expected_output_tokens": ledger.output_lengths.expected(facts),
             "priority": facts.priority,
         },
@@ -63,7 +63,11 @@ def _outcome(prospect: Prospect) -> dict[str, Any]:
 
 
 def explain_routes(
-    ledger: Ledger, admission: Admission, names: HeadNames, max_body_bytes: int
+    ledger: Ledger,
+    admission: Admission,
+    names: HeadNames,
+    max_body_bytes: int,
+    tokenise: Tokenise | None,
 ) -> list[web.RouteDef]:
     """The route `/explain`."""
 
@@ -71,7 +75,7 @@ def explain_routes(
         body = await _read(request, max_body_bytes)
         headers = {name.lower(): value for name, value in request.headers.items()}
         path = request.query.get("path", DEFAULT_PATH)
-        facts = head_of_values(headers, names).complete(read_facts(path, body, "explain"))
+        facts = head_of_values(headers, names).complete(read_facts(path, body, "explain", tokenise))
         prospect = admission.prospect(facts, time.monotonic())
         answer = msgspec.json.encode(explanation(facts, prospect, ledger, admission))
         return web.Response(body=answer, content_type="application/json")

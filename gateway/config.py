@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -59,6 +60,7 @@ class Config(Section):
     def _no_clashes(self) -> Config:
         problems = [
             *self._shared_names(),
+            *self._different_tokenizers(),
             *self._shared_endpoints(),
             *self._shared_ports(),
             *self._timeout_below_hold(),
@@ -101,6 +103,18 @@ class Config(Section):
             if count > 1:
                 yield f"{count} groups share the name {name!r}; give each group its own"
 
+    def _different_tokenizers(self) -> Iterator[str]:
+        first: dict[str, int] = {}
+        for position, group in enumerate(self.groups):
+            for name in (group.model, *group.other_names):
+                earlier = first.setdefault(name, position)
+                if tokenizer_of(group) != tokenizer_of(self.groups[earlier]):
+                    yield (
+                        f"groups[{position}].tokenizer: must be that of groups[{earlier}], for both serve "
+                        f"{name!r}; give both the same one"
+                    )
+                    break
+
     def _shared_endpoints(self) -> Iterator[str]:
         adopted = Counter(r.endpoint for g in self.groups if isinstance(g, AdoptedGroup) for r in g.ranks())
         for address, count in adopted.items():
@@ -140,6 +154,11 @@ class Config(Section):
         for position, group in enumerate(self.groups):
             if isinstance(group, EmbeddedGroup) or (isinstance(group, VllmGroup) and group.is_local):
                 yield from group_listeners(group, f"groups[{position}]")
+
+
+def tokenizer_of(group: Group) -> Path | None:
+    """The folder of a group's tokenizer, if it has one."""
+    return None if isinstance(group, EmbeddedGroup) else group.tokenizer
 
 
 def group_listeners(group: EmbeddedGroup | VllmGroup, path: str, node: int = 0) -> Iterator[Listener]:

@@ -6,6 +6,7 @@ Must never read files, the environment or a clock.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
@@ -98,6 +99,16 @@ class EmbeddedGroup(GroupSection):
         )
 
 
+class ModelGroup(GroupSection):
+    """What groups of real ranks have in common."""
+
+    tokenizer: Path | None = None
+    """Folder with the model's tokenizer.json, tokenizer_config.json and chat template, read at the start. The
+    gateway then makes tokens of prompts as the ranks do: prompt lengths are exact, and so is what each rank
+    has in its prefix cache, where ranks publish KV cache events. It costs the gateway about 5 ms of CPU time
+    for a prompt of 4,096 tokens. Needs `pip install 'wavegate[tokenizer]'`."""
+
+
 LOCAL = "local"
 
 
@@ -118,7 +129,7 @@ Hosts = Annotated[
 """`local` is an empty tuple."""
 
 
-class VllmGroup(GroupSection):
+class VllmGroup(ModelGroup):
     """Ranks that are `vllm serve` processes, started and supervised by wavegate."""
 
     engine: Literal["vllm"]
@@ -278,7 +289,7 @@ def _field_instead(argument: str) -> str:
     return f"write {name}: … instead" if name in VllmGroup.model_fields else "leave it out"
 
 
-class AdoptedGroup(GroupSection):
+class AdoptedGroup(ModelGroup):
     """Ranks that somebody else started and supervises: by address, or by hosts and the first port of each."""
 
     engine: Literal["adopted"]

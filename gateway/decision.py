@@ -20,7 +20,7 @@ from ext_proc.policies import make_policy
 from ext_proc.settings import AdmissionSettings, Affinity, LedgerSettings, Targets
 from ext_proc.step_times import UNKNOWN_BUDGET_TOKENS, StepCosts, StepTimes
 from ext_proc.vocabulary import RequestFacts
-from gateway.config import Config
+from gateway.config import Config, tokenizer_of
 from gateway.config_gateway import GatewaySection
 from gateway.config_groups import Group
 
@@ -129,5 +129,6 @@ def _group_facts(group: Group) -> GroupFacts:
             budget_is_known=budget_tokens is not None,
         ),
         block_tokens=BLOCK_TOKENS,
+        by_tokens=tokenizer_of(group) is not None,
         models=(group.model, *group.other_names),
     )

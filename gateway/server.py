@@ -11,6 +11,8 @@ import signal
 
 from aiohttp import web
 
+from ext_proc.cache_events import CacheEvent
+from ext_proc.facts import Tokenise
 from ext_proc.ledger import Ledger
 from ext_proc.protocol import ProtocolSettings
 from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
@@ -25,9 +27,9 @@ from gateway.decision import LiveAdmission, build_admission, build_ledger
 from gateway.decision_log import DecisionLog
 from gateway.failed_answers import failed_answers_handler
 from gateway.group_monitor import GroupMonitor, MonitoredGroup, MonitorSettings
+from gateway.prompt_tokenizer import tokenise_of
 from gateway.rotation import Rotation
 from gateway.telemetry import Telemetry
-from vllm_ranks.reports.kv_events import AllBlocksCleared, KvEvent
 from vllm_ranks.reports.kv_subscriber import follow_all
 from vllm_ranks.reports.scraper import Scraper
 
@@ -59,30 +61,30 @@ class _LedgerFeed:
 
 
 class _CacheFeed:
-    """Passes on what ranks that publish KV cache events say of their caches.
-
-    What a prompt's blocks are is estimated from its text here, so single blocks cannot be told apart; that a
-    whole cache is gone can be used.
-    """
+    """Passes on what ranks that publish KV cache events say of their caches."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def on_cache_unknown(self, rank: Rank) -> None:
-        pass  # what is known here comes from picks, not from events
+    def on_cache_unknown(self, rank: Rank, *, all_to_come: bool) -> None:
+        self._ledger.forget_cache_events(rank, all_to_come=all_to_come)
 
-    def on_cache_events(self, rank: Rank, events: list[KvEvent]) -> None:
-        if AllBlocksCleared() in events:
-            self._ledger.forget_cache(rank)
+    def on_cache_events(self, rank: Rank, events: list[CacheEvent]) -> None:
+        self._ledger.record_cache_events(rank, events)
 
 
 class GatewayServer:
     """One gateway, from start to stop, in whatever event loop runs it."""
 
     def __init__(self, config: Config) -> None:
-        """Build the gateway of a validated configuration; nothing listens yet."""
+        """Build the gateway of a validated configuration; nothing listens yet.
+
+        Raises:
+            TokenizerError: a group's tokenizer cannot be used.
+        """
         settings = config.gateway
         self._config = config
+        self._tokenise = tokenise_of(config)
         self.ledger = build_ledger(config)
         self._admission = build_admission(config, self.ledger)
         self._telemetry = Telemetry(self.ledger, self._admission)
@@ -90,7 +92,7 @@ class GatewayServer:
         self._ext_proc = ExtProcServer(
             decider,
             _server_settings(settings),
-            _protocol_settings(config),
+            _protocol_settings(config, self._tokenise),
             DecisionLog(self._telemetry) if settings.log_decisions else self._telemetry,
         )
         decider.wake = self._ext_proc.wake
@@ -137,6 +139,7 @@ class GatewayServer:
                         self._admission,
                         settings.head_names,
                         self._config.envoy.max_body_bytes,
+                        self._tokenise,
                     ),
                 ],
             ),
@@ -192,7 +195,7 @@ def _server_settings(settings: GatewaySection) -> ServerSettings:
     )
 
 
-def _protocol_settings(config: Config) -> ProtocolSettings:
+def _protocol_settings(config: Config, tokenise: Tokenise | None) -> ProtocolSettings:
     picker = config.gateway.endpoint_picker
     return ProtocolSettings(
         max_body_bytes=config.envoy.max_body_bytes,
@@ -200,6 +203,7 @@ def _protocol_settings(config: Config) -> ProtocolSettings:
         pass_malformed_bodies=picker.pass_malformed_bodies,
         model_names=picker.model_names,
         head_names=config.gateway.head_names,
+        tokenise=tokenise,
         conformance_tests=picker.conformance_tests,
     )
 

@@ -56,8 +56,8 @@ def _group(group: GroupAccount, engine: str) -> dict[str, Any]:
             "decode_us_per_sequence": costs.per_decode_sequence_s * 1e6,
             "kv_ns_per_token": costs.per_kv_token_s * 1e9,
         },
-        "index_blocks": sum(len(account.index) for account in group.accounts),
-        "index_bytes": sum(account.index.memory_bytes() for account in group.accounts),
+        "index_blocks": sum(len(account.cache) for account in group.accounts),
+        "index_bytes": sum(account.cache.memory_bytes() for account in group.accounts),
     }
 
 

@@ -162,8 +162,8 @@ class _LedgerCollector(Collector):
             budget.add_metric(name, group.times.budget_tokens)
             prefilling.add_metric(name, float(group.is_prefilling))
             lead.add_metric(name, group.lead.tokens)
-            blocks.add_metric(name, sum(len(account.index) for account in group.accounts))
-            size.add_metric(name, sum(account.index.memory_bytes() for account in group.accounts))
+            blocks.add_metric(name, sum(len(account.cache) for account in group.accounts))
+            size.add_metric(name, sum(account.cache.memory_bytes() for account in group.accounts))
         yield from (healthy, steps, budget, prefilling, lead, blocks, size)
 
 

@@ -88,10 +88,11 @@ def pool(
     lock_step: bool = True,
     targets: Targets | None = None,
     models: Mapping[str, Sequence[str]] | None = None,
+    by_tokens: bool = False,
 ) -> Ledger:
     """A ledger over `ranks`, each idle by a report of `reported_at_s` (None: never reported).
 
-    `models`: names by which clients ask for what each group serves.
+    `models`: names by which clients ask for what each group serves. `by_tokens`: prompts are known as tokens.
     """
     facts = {
         name: GroupFacts(
@@ -99,6 +100,7 @@ def pool(
             lock_step=lock_step,
             times=StepTimes(COSTS, BUDGET_TOKENS, budget_is_known=True),
             block_tokens=BLOCK_TOKENS,
+            by_tokens=by_tokens,
             models=tuple((models or {}).get(name, ())),
         )
         for name in {one.group for one in ranks}

@@ -28,4 +28,4 @@ class CacheAware(ScorePolicy):
             return loads
         if max(view.cached_tokens) > MATCH_THRESHOLD * view.facts.prompt_tokens:
             return [-cached for cached in view.cached_tokens]
-        return [len(account.index) for account in view.accounts]
+        return [len(account.cache) for account in view.accounts]

@@ -20,10 +20,13 @@ def gateway(config: ConfigPath = DEFAULT_CONFIG_PATH) -> None:
     loaded = load_resolved(config)
     import uvloop
 
+    from gateway.prompt_tokenizer import TokenizerError
     from gateway.server import run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         uvloop.run(run(loaded))
+    except TokenizerError as error:
+        fail(f"{config}: {error}", status=2)
     except OSError as error:
         fail(str(error))

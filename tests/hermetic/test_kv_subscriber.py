@@ -14,9 +14,11 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
+from ext_proc.cache_events import AllBlocksCleared, BlocksRemoved, CacheEvent
+from ext_proc.held_blocks import HeldBlocks
+from ext_proc.prompt_tokens import PromptTokens
 from ext_proc.vocabulary import Rank
 from vllm_ranks.reports import kv_subscriber
-from vllm_ranks.reports.kv_events import AllBlocksCleared, BlocksRemoved, CacheView, KvEvent
 from vllm_ranks.reports.kv_subscriber import END_OF_REPLAY, follow_all
 
 LIMIT_S = 15.0
@@ -64,9 +66,9 @@ class Scene:
 
     def __init__(self) -> None:
         self.publisher: StandInPublisher | None = None
-        self.heard: list[KvEvent] = []
+        self.heard: list[CacheEvent] = []
         self.unknown = 0
-        self.view = CacheView(1000)
+        self.held = HeldBlocks(1000)
         self.rank = Rank("g", 0, "")
         self._runner: web.AppRunner | None = None
 
@@ -95,13 +97,17 @@ class Scene:
         }
         return web.json_response({"0": source})
 
-    def on_cache_unknown(self, _rank: Rank) -> None:
+    def on_cache_unknown(self, _rank: Rank, *, all_to_come: bool) -> None:
         self.unknown += 1
-        self.view.clear()
+        self.held.forget(all_to_come=all_to_come)
 
-    def on_cache_events(self, _rank: Rank, events: list[KvEvent]) -> None:
+    def on_cache_events(self, _rank: Rank, events: list[CacheEvent]) -> None:
         self.heard += events
-        self.view.apply(events)
+        self.held.apply(events)
+
+    def cached_tokens(self, token_ids: list[int]) -> int:
+        """How much of a prompt the rank has by what was heard."""
+        return 2 * self.held.matched_blocks(PromptTokens(token_ids).blocks(2, None))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something heard."""
@@ -171,6 +177,19 @@ async def test_what_was_published_before_is_asked_for(scene: Scene) -> None:
         await scene.until(lambda: numbers(scene) == [0, 1, 2])
         await scene.publisher.publish(removed(3))
         await scene.until(lambda: numbers(scene) == [0, 1, 2, 3])
+    assert scene.held.is_whole
+
+
+async def test_a_cache_of_which_the_beginning_is_not_kept_is_not_known_wholly(scene: Scene) -> None:
+    assert scene.publisher is not None
+    for number in range(3):
+        await scene.publisher.publish(stored(number, [number, number]))
+    del scene.publisher.kept[0]
+    async with following(scene):
+        await scene.until(lambda: scene.cached_tokens([2, 2]) == 2)
+        assert not scene.held.is_whole
+        await scene.publisher.publish({"type": "AllBlocksCleared"})
+        await scene.until(lambda: scene.held.is_whole)
 
 
 async def test_a_lost_batch_is_asked_for_and_comes_in_its_place(scene: Scene) -> None:
@@ -180,7 +199,7 @@ async def test_a_lost_batch_is_asked_for_and_comes_in_its_place(scene: Scene) ->
         await scene.publisher.publish(stored(1, [1, 2]))
         await scene.publisher.publish(stored(2, [3, 4], parent=1), lost=True)
         await scene.publisher.publish(stored(3, [5, 6], parent=2))
-        await scene.until(lambda: scene.view.cached_tokens([1, 2, 3, 4, 5, 6]) == 6)
+        await scene.until(lambda: scene.cached_tokens([1, 2, 3, 4, 5, 6]) == 6)
     assert scene.unknown == 1
 
 
@@ -189,13 +208,14 @@ async def test_what_is_lost_for_good_makes_the_cache_unknown(scene: Scene) -> No
     async with following(scene):
         await scene.until(lambda: scene.unknown == 1)
         await scene.publisher.publish(stored(1, [1, 2]))
-        await scene.until(lambda: scene.view.cached_tokens([1, 2]) == 2)
+        await scene.until(lambda: scene.cached_tokens([1, 2]) == 2)
         await scene.publisher.publish(removed(1), lost=True)
         scene.publisher.kept.clear()
         await scene.publisher.publish(stored(9, [7, 8]))
         await scene.until(lambda: scene.unknown == 2)
-        await scene.until(lambda: scene.view.cached_tokens([7, 8]) == 2)
-    assert scene.view.cached_tokens([1, 2]) == 0
+        await scene.until(lambda: scene.cached_tokens([7, 8]) == 2)
+    assert scene.cached_tokens([1, 2]) == 0
+    assert not scene.held.is_whole
 
 
 async def test_a_rank_that_starts_anew_is_learned_anew(scene: Scene) -> None:
@@ -204,13 +224,13 @@ async def test_a_rank_that_starts_anew_is_learned_anew(scene: Scene) -> None:
         await scene.until(lambda: scene.unknown == 1)
         for number in range(3):
             await scene.publisher.publish(stored(number, [number, number]))
-        await scene.until(lambda: len(scene.view) == 3)
+        await scene.until(lambda: len(scene.held) == 3)
         scene.publisher.kept.clear()
         scene.publisher.sequence = 0
         await scene.publisher.publish({"type": "AllBlocksCleared"})
         await scene.until(lambda: scene.unknown == 2)
         await scene.until(lambda: AllBlocksCleared() in scene.heard)
-    assert len(scene.view) == 0
+    assert len(scene.held) == 0
 
 
 async def test_a_rank_that_publishes_later_or_elsewhere_is_found(scene: Scene) -> None:
@@ -238,5 +258,18 @@ async def test_a_rank_without_replay_is_followed_from_now_on(
         scene.publisher.replay_port = silent.getsockname()[1]
         async with following(scene):
             await scene.until(lambda: scene.unknown == 1)
+            assert not scene.held.is_whole
             await scene.publisher.publish(removed(1))
             await scene.until(lambda: numbers(scene) == [1])
+    assert scene.held.is_whole, "the rank's first batch has been seen"
+
+
+async def test_what_cannot_be_read_makes_the_cache_unknown(scene: Scene) -> None:
+    assert scene.publisher is not None
+    async with following(scene):
+        await scene.until(lambda: scene.unknown == 1)
+        await scene.publisher.publish(stored(1, [1, 2]))
+        await scene.until(lambda: scene.cached_tokens([1, 2]) == 2)
+        await scene.publisher.publish({"type": "BlockStored"})
+        await scene.until(lambda: scene.unknown == 2)
+    assert (scene.cached_tokens([1, 2]), scene.held.is_whole) == (0, False)

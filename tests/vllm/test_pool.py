@@ -8,20 +8,22 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 import httpx2
 import openai
 import pytest
-import zmq.asyncio
 
-from ext_proc.vocabulary import Rank
+from gateway.config import Config
 from gateway.envoy_route import RANK_HEADER
+from gateway.server import GatewayServer
+from tests.builders_processes import free_port
 from tests.builders_vllm_pool import RANKS, VllmPool, vllm_pool
 from tests.builders_wavegate import consecutive_free_ports
-from vllm_ranks.reports.kv_events import CacheView, EventOrder, KvEvent
-from vllm_ranks.reports.kv_subscriber import find_source, follow_all, replay
+from vllm_ranks.reports import kv_subscriber
+from vllm_ranks.reports.kv_events import Batch
+from vllm_ranks.reports.kv_subscriber import batch_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -37,13 +39,18 @@ WEATHER_TOOL: Any = {
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPool]:
-    """Two real ranks, whose waves show in their logs."""
+    """Two real ranks, whose waves show in their logs and whose prompts are known as tokens."""
+    folder = tmp_path_factory.mktemp("pool")
     with vllm_pool(
-        tmp_path_factory.mktemp("pool"),
+        folder,
+        args=("--enable-prompt-tokens-details",),
         env={"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_SERVER_DEV_MODE": "1"},
         # Nothing here fails; a machine that stands still for a while must not be taken for a hang.
         supervision={"hang_after_s": 30},
-        group={"kv_events_port": consecutive_free_ports(2 * RANKS)},
+        group={
+            "kv_events_port": consecutive_free_ports(2 * RANKS),
+            "tokenizer": str(folder / "tiny-moe"),
+        },
     ) as pool:
         yield pool
 
@@ -261,119 +268,178 @@ def test_waves_advance_and_the_group_falls_silent(client: openai.OpenAI, pool: V
     assert eventually(lambda: is_silent(pool, 2.0))
 
 
-# --- KV cache events ----------------------------------------------------------------------------------
+# --- The prefix caches, as the gateway knows them by KV cache events --------------------------------------
+
+BLOCK = 128
+"""Tokens of a block on a CPU."""
 
 
-class Follower:
-    """A picture of every rank's cache, kept by what the ranks publish."""
-
-    def __init__(self) -> None:
-        self.views = {rank: CacheView(10_000) for rank in range(RANKS)}
-        self.unknown = Counter[int]()
-
-    def on_cache_unknown(self, rank: Rank) -> None:
-        self.unknown[rank.index] += 1
-        self.views[rank.index].clear()
-
-    def on_cache_events(self, rank: Rank, events: list[KvEvent]) -> None:
-        self.views[rank.index].apply(events)
-
-    def cached_tokens(self, token_ids: list[int]) -> int:
-        """On the rank that has most."""
-        return max(view.cached_tokens(token_ids) for view in self.views.values())
+def numbers(seed: int) -> list[int]:
+    """A prompt of 600 tokens that no other test has: four full blocks and a part of one."""
+    return [(seed * position) % 500 for position in range(600)]
 
 
-@pytest.fixture
-async def follower(pool: VllmPool) -> AsyncIterator[Follower]:
-    """Follows both ranks as long as the test lasts."""
-    follower = Follower()
-    ranks = [
-        Rank(pool.group_name, rank, url.removeprefix("http://")) for rank, url in enumerate(pool.rank_urls)
-    ]
-    following = asyncio.create_task(follow_all(ranks, follower))
+def explained(admin_url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What a gateway would decide about a request."""
+    answer: dict[str, Any] = httpx2.post(f"{admin_url}/explain?path={path}", json=body, timeout=10).json()
+    return answer
+
+
+def cached_tokens(pool: VllmPool, token_ids: list[int], *, admin_url: str | None = None) -> list[int]:
+    """What each rank has of a prompt by a gateway's picture, in order of rank."""
+    body = {"model": pool.model, "prompt": token_ids}
+    ranks = explained(admin_url or pool.admin_url, "/v1/completions", body)["ranks"]
+    return [row["cached_tokens"] for row in sorted(ranks, key=lambda row: str(row["rank"]))]
+
+
+def complete(pool: VllmPool, token_ids: list[int], *, url: str | None = None) -> int:
+    """One completion of a prompt that is given as tokens, through Envoy or on one rank.
+
+    Returns how many of its tokens the rank took from its cache.
+    """
+    body = {"model": pool.model, "prompt": token_ids, "max_tokens": 2}
+    answer = httpx2.post(f"{url or pool.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200
+    return cached_by(answer.json())
+
+
+def cached_by(answer: dict[str, Any]) -> int:
+    """How much a rank says it took from its cache."""
+    details = answer["usage"]["prompt_tokens_details"]
+    return details["cached_tokens"] if details is not None else 0
+
+
+def reset_caches(pool: VllmPool) -> None:
+    """Empty the prefix cache of every rank (only in vLLM's development mode)."""
+    for url in pool.rank_urls:
+        assert httpx2.post(f"{url}/reset_prefix_cache", timeout=60).status_code == 200
+        # A rank publishes after a step, so one that is idle keeps this to itself.
+        complete(pool, [1, 2, 3], url=url)
+
+
+def test_the_gateway_knows_exactly_what_a_real_rank_has_of_a_prompt(pool: VllmPool) -> None:
+    prompt, branch = numbers(7), [*numbers(7)[: 4 * BLOCK], *range(200, 400)]
+    assert complete(pool, prompt) == 0
+    assert eventually(lambda: sorted(cached_tokens(pool, prompt)) == [0, 4 * BLOCK])
+    assert cached_tokens(pool, prompt[1:]) == [0, 0]
+    holder = cached_tokens(pool, prompt).index(4 * BLOCK)
+    # Asked on the rank itself: the gateway has not sent it there, it can only have been told.
+    assert complete(pool, branch, url=pool.rank_urls[holder]) == 4 * BLOCK
+    assert eventually(lambda: cached_tokens(pool, branch)[holder] == 5 * BLOCK)
+    assert complete(pool, branch) == 5 * BLOCK
+    reset_caches(pool)
+    assert eventually(lambda: cached_tokens(pool, prompt) == [0, 0])
+
+
+def test_a_chat_is_known_as_the_tokens_that_a_real_rank_makes_of_it(pool: VllmPool) -> None:
+    story = [{"role": "system", "content": "the water and the wind " * 100}, *hello()]
+    for fields in (
+        {"messages": story},
+        {"messages": story, "tools": [WEATHER_TOOL], "tool_choice": "none"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "façade 東京 🌊 " * 99}]}]},
+    ):
+        body = {"model": pool.model, "max_tokens": 1, **fields}
+        first = httpx2.post(f"{pool.url}/v1/chat/completions", json=body, timeout=60)
+        prompt_tokens = first.json()["usage"]["prompt_tokens"]
+        holder = int(first.headers[RANK_HEADER].rpartition("/")[2])
+        whole = prompt_tokens // BLOCK * BLOCK
+
+        def seen(body: dict[str, Any] = body, holder: int = holder) -> int:
+            ranks = explained(pool.admin_url, "/v1/chat/completions", body)["ranks"]
+            return int(next(row for row in ranks if row["rank"].endswith(f"/{holder}"))["cached_tokens"])
+
+        request = explained(pool.admin_url, "/v1/chat/completions", body)["request"]
+        assert (request["prompt_tokens"], request["prompt_is_exact"]) == (prompt_tokens, True)
+        assert eventually(lambda seen=seen, whole=whole: seen() == whole)
+        again = httpx2.post(f"{pool.rank_urls[holder]}/v1/chat/completions", json=body, timeout=60)
+        assert cached_by(again.json()) == whole
+
+
+def test_a_salted_prompt_is_found_only_with_its_salt(pool: VllmPool) -> None:
+    body = {"model": pool.model, "prompt": numbers(17), "max_tokens": 2, "cache_salt": "mine"}
+    assert httpx2.post(f"{pool.url}/v1/completions", json=body, timeout=60).status_code == 200
+
+    def most(**fields: Any) -> int:
+        ranks = explained(pool.admin_url, "/v1/completions", {**body, **fields})["ranks"]
+        return max(row["cached_tokens"] for row in ranks)
+
+    assert eventually(lambda: most() == 4 * BLOCK)
+    assert most(cache_salt=None) == most(cache_salt="yours") == 0
+
+
+@asynccontextmanager
+async def another_gateway(pool: VllmPool) -> AsyncIterator[str]:
+    """A second gateway over the same ranks, in this process: the address of its admin API."""
+    group = {
+        "engine": "adopted",
+        "name": pool.group_name,
+        "model": pool.model,
+        "endpoints": [url.removeprefix("http://") for url in pool.rank_urls],
+        "tokenizer": pool.config["groups"][0]["tokenizer"],
+    }
+    gateway = {"admin_port": free_port(), "ext_proc_listen": f"127.0.0.1:{free_port()}"}
+    stop = asyncio.Event()
+    server = GatewayServer(Config.model_validate({"groups": [group], "gateway": gateway}))
+    serving = asyncio.create_task(server.serve(stop))
+    admin_url = f"http://127.0.0.1:{gateway['admin_port']}"
     try:
-        assert await eventually_async(lambda: all(follower.unknown[rank] for rank in range(RANKS)))
-        yield follower
+        assert await eventually_async(lambda: answers(f"{admin_url}/readyz"))
+        yield admin_url
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        stop.set()
+        await serving
+
+
+def answers(url: str) -> bool:
+    try:
+        return bool(httpx2.get(url, timeout=10).status_code == 200)
+    except httpx2.TransportError:
+        return False
 
 
 async def eventually_async(condition: Callable[[], bool], limit_s: float = 20.0) -> bool:
-    """Whether a condition comes true before the limit, while others go on."""
+    """Whether a condition comes true before the limit; asked in a thread, while the gateway goes on."""
     end_s = time.monotonic() + limit_s
-    while not condition():
+    while not await asyncio.to_thread(condition):
         if time.monotonic() > end_s:
             return False
         await asyncio.sleep(0.05)
     return True
 
 
-async def complete(pool: VllmPool, token_ids: list[int], *, url: str | None = None) -> None:
-    """One completion of a prompt that is given as tokens, through Envoy or on one rank."""
-    body = {"model": pool.model, "prompt": token_ids, "max_tokens": 2}
-    async with httpx2.AsyncClient(timeout=60) as http:
-        assert (await http.post(f"{url or pool.url}/v1/completions", json=body)).status_code == 200
+async def test_a_gateway_that_starts_later_learns_what_real_ranks_have_told_before(pool: VllmPool) -> None:
+    prompt = numbers(11)
+    await asyncio.to_thread(complete, pool, prompt)
+    async with another_gateway(pool) as admin_url:
+        assert await eventually_async(
+            lambda: max(cached_tokens(pool, prompt, admin_url=admin_url)) == 4 * BLOCK
+        )
 
 
-async def reset_caches(pool: VllmPool) -> None:
-    """Empty the prefix cache of every rank (only in vLLM's development mode)."""
-    async with httpx2.AsyncClient(timeout=60) as http:
-        for url in pool.rank_urls:
-            assert (await http.post(f"{url}/reset_prefix_cache")).status_code == 200
-            # A rank publishes after a step, so one that is idle keeps this to itself.
-            await complete(pool, [1, 2, 3], url=url)
-
-
-async def test_the_picture_of_a_real_ranks_cache_follows_its_events(
-    pool: VllmPool, follower: Follower
+async def test_events_of_a_real_rank_that_got_lost_on_the_way_are_asked_for_again(
+    pool: VllmPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = [(7 * position) % 500 for position in range(600)]
-    await complete(pool, prompt)
-    # Blocks are of 128 tokens on a CPU; the last, incomplete one is not kept.
-    assert await eventually_async(lambda: follower.cached_tokens(prompt) == 512)
-    assert follower.cached_tokens(prompt[1:]) == 0
-    await complete(pool, [*prompt[:512], *range(200, 400)])
-    assert await eventually_async(lambda: follower.cached_tokens([*prompt[:512], *range(200, 400)]) == 640)
-    await reset_caches(pool)
-    assert await eventually_async(lambda: follower.cached_tokens(prompt) == 0)
+    lost: list[Batch] = []
 
+    def lossy(frames: list[bytes]) -> Batch | None:
+        batch = batch_of(frames)
+        if batch is not None and not lost:
+            lost.append(batch)
+            return None
+        return batch
 
-async def test_events_of_a_real_rank_that_were_missed_are_sent_again(
-    pool: VllmPool, follower: Follower
-) -> None:
-    """One follower sees everything as it comes, another begins after it has happened."""
-    prompt = [(11 * position) % 500 for position in range(600)]
-    await complete(pool, prompt)
-    assert await eventually_async(lambda: follower.cached_tokens(prompt) == 512)
-    late = Follower()
-    ranks = [Rank("g", rank, url.removeprefix("http://")) for rank, url in enumerate(pool.rank_urls)]
-    following = asyncio.create_task(follow_all(ranks, late))
-    try:
-        assert await eventually_async(lambda: late.cached_tokens(prompt) == 512)
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+    first, second = numbers(13), numbers(19)
+    async with another_gateway(pool) as admin_url:
 
+        def seen(prompt: list[int]) -> int:
+            return cached_tokens(pool, prompt, admin_url=admin_url)[0]
 
-async def test_a_gap_in_the_events_of_a_real_rank_is_closed(pool: VllmPool) -> None:
-    prompt = [(13 * position) % 500 for position in range(600)]
-    await complete(pool, prompt)
-    async with aiohttp.ClientSession() as session:
-        for rank, url in enumerate(pool.rank_urls):
-            address = Rank(pool.group_name, rank, url.removeprefix("http://"))
-            source = await find_source(session, address)
-            assert source is not None
-            with zmq.asyncio.Context() as context:
-                everything = await replay(context, source, 0)
-                if len(everything) < 3:
-                    continue  # this rank has published next to nothing so far
-                order = EventOrder()
-                assert order.accept(everything[0]) is None
-                gap = order.accept(everything[2])
-                assert gap is not None
-                assert (gap.first, gap.end, gap.restarted) == (1, 2, False)
-                again = await replay(context, source, gap.first)
-                assert again == everything[1:]
-                return
-    pytest.fail("no rank has published enough")
+        await asyncio.to_thread(complete, pool, first, url=pool.rank_urls[0])
+        assert await eventually_async(lambda: seen(first) == 4 * BLOCK)
+        monkeypatch.setattr(kv_subscriber, "batch_of", lossy)
+        await asyncio.to_thread(complete, pool, second, url=pool.rank_urls[0])
+        assert await eventually_async(lambda: bool(lost))
+        assert await asyncio.to_thread(seen, second) < 4 * BLOCK
+        await asyncio.to_thread(complete, pool, numbers(23), url=pool.rank_urls[0])
+        assert await eventually_async(lambda: seen(second) == 4 * BLOCK)
+        assert await asyncio.to_thread(seen, first) == 4 * BLOCK

@@ -7,44 +7,23 @@ in each process, so a gap in the numbers is a loss, and a lower number a restart
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
-BlockHash: TypeAlias = int | bytes
+from ext_proc.cache_events import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
+
+OWN_CACHE = (None, "GPU")
+"""`medium` of events about the engine's own cache, on a CPU too; others are about what it offloads."""
+WHOLE_PROMPTS = (None, "full_attention", "mla_attention", "sink_full_attention")
+"""`kv_cache_spec_kind` of caches that keep all of a prompt, not just the last part or a state of it."""
 
 
 class UnreadableEvents(ValueError):
     """The batch is not one of vLLM's."""
 
-
-@dataclass(frozen=True, slots=True)
-class BlocksStored:
-    """Full blocks of one prompt, one after the other, are in the cache."""
-
-    block_hashes: tuple[BlockHash, ...]
-    parent: BlockHash | None
-    """The block before the first; `None` at the beginning of a prompt."""
-    token_ids: tuple[int, ...]
-    """Of all these blocks."""
-    block_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksRemoved:
-    """Blocks have left the cache."""
-
-    block_hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AllBlocksCleared:
-    """The cache is empty."""
-
-
-KvEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 _OLD_FIELDS: Mapping[str, tuple[str, ...]] = {
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size"),
@@ -56,31 +35,61 @@ _OLD_FIELDS: Mapping[str, tuple[str, ...]] = {
 _decoder = msgspec.msgpack.Decoder()
 
 
-def read_batch(payload: bytes) -> list[KvEvent]:
-    """The events of one batch, in order; kinds that are not known are left out. Raises UnreadableEvents."""
+def read_batch(payload: bytes) -> list[CacheEvent]:
+    """The events of one batch, in order, but for those that are not about prompts in the rank's own cache.
+
+    Raises UnreadableEvents.
+    """
     try:
         batch = _decoder.decode(payload)
         return [event for raw in batch[1] if (event := _event(raw)) is not None]
-    except (msgspec.DecodeError, TypeError, KeyError, IndexError, ValueError) as error:
+    except (msgspec.DecodeError, AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
         raise UnreadableEvents(f"not a batch of KV cache events: {error}") from error
 
 
-def _event(raw: Any) -> KvEvent | None:
+def _event(raw: Any) -> CacheEvent | None:
     if isinstance(raw, Mapping):
         kind, fields = raw["type"], raw
     else:
         kind = raw[0]
         fields = dict(zip(_OLD_FIELDS.get(kind, ()), raw[1:], strict=False))
+    if fields.get("medium") not in OWN_CACHE:
+        return None
     if kind == "BlockStored":
-        return BlocksStored(
-            tuple(fields["block_hashes"]),
-            fields["parent_block_hash"],
-            tuple(fields["token_ids"]),
-            int(fields["block_size"]),
-        )
+        return _stored(fields)
     if kind == "BlockRemoved":
-        return BlocksRemoved(tuple(fields["block_hashes"]))
+        return BlocksRemoved([_name(one) for one in fields["block_hashes"]], fields.get("group_idx"))
     return AllBlocksCleared() if kind == "AllBlocksCleared" else None
+
+
+def _stored(fields: Mapping[str, Any]) -> BlocksStored | None:
+    if fields.get("kv_cache_spec_kind") not in WHOLE_PROMPTS:
+        return None
+    parent, adapter = fields["parent_block_hash"], fields.get("lora_name")
+    return BlocksStored(
+        [_name(one) for one in fields["block_hashes"]],
+        None if parent is None else _name(parent),
+        list(fields["token_ids"]),
+        int(fields["block_size"]),
+        adapter,
+        {
+            position: rest
+            for position, keys in enumerate(fields.get("extra_keys") or ())
+            if keys and (rest := _without(adapter, keys))
+        },
+        fields.get("group_idx"),
+    )
+
+
+def _name(block_hash: int | bytes) -> int:
+    """A block's hash as an integer, which is what vLLM itself makes of its low 64 bits."""
+    return block_hash if isinstance(block_hash, int) else int.from_bytes(block_hash[-8:], "big")
+
+
+def _without(adapter: str | None, keys: Iterable[object]) -> tuple[object, ...]:
+    """What makes a block's content besides its adapter, whose name comes first (`to_event_extra_keys`)."""
+    first, *rest = keys
+    return tuple(rest) if adapter is not None and first == adapter else (first, *rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,69 +134,3 @@ class EventOrder:
             return None if batch.sequence == expected else Gap(expected, batch.sequence, restarted=False)
         self._replayed = {}
         return Gap(0, batch.sequence, restarted=True)
-
-
-class CacheView:
-    """The blocks that one rank says are in its prefix cache, found by the tokens they hold."""
-
-    def __init__(self, max_blocks: int) -> None:
-        """Remember at most `max_blocks`; beyond that something is wrong, and it starts afresh."""
-        self._max_blocks = max_blocks
-        self._keys: dict[BlockHash, int] = {}
-        self._hashes: dict[int, BlockHash] = {}
-        self.block_size: int | None = None
-        """Tokens of a block, once a block has been stored."""
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def apply(self, events: Iterable[KvEvent]) -> None:
-        """Follow what happened to the cache."""
-        for event in events:
-            if isinstance(event, BlocksStored):
-                self._store(event)
-            elif isinstance(event, BlocksRemoved):
-                for block_hash in event.block_hashes:
-                    key = self._keys.pop(block_hash, None)
-                    if key is not None and self._hashes.get(key) == block_hash:
-                        del self._hashes[key]
-            else:
-                self.clear()
-
-    def clear(self) -> None:
-        """Nothing is known to be in the cache."""
-        self._keys.clear()
-        self._hashes.clear()
-
-    def cached_tokens(self, token_ids: Sequence[int]) -> int:
-        """How many tokens at the beginning of a prompt are in the cache."""
-        size = self.block_size
-        if size is None:
-            return 0
-        key, found = _ROOT, 0
-        while found + size <= len(token_ids):
-            key = _key(key, token_ids[found : found + size])
-            if key not in self._hashes:
-                break
-            found += size
-        return found
-
-    def _store(self, event: BlocksStored) -> None:
-        if len(self._keys) + len(event.block_hashes) > self._max_blocks:
-            self.clear()
-        parent = _ROOT if event.parent is None else self._keys.get(event.parent)
-        size = self.block_size = event.block_size
-        for position, block_hash in enumerate(event.block_hashes):
-            if parent is None:
-                return  # its beginning was never seen: it cannot be found by its tokens
-            parent = _key(parent, event.token_ids[position * size : (position + 1) * size])
-            self._keys[block_hash] = parent
-            self._hashes[parent] = block_hash
-
-
-_ROOT = 0
-
-
-def _key(parent: int, token_ids: Sequence[int]) -> int:
-    """What a block is found by: its own tokens after all tokens before it."""
-    return hash((parent, tuple(token_ids)))

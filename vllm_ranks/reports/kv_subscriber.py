@@ -16,8 +16,9 @@ import aiohttp
 import zmq
 import zmq.asyncio
 
+from ext_proc.cache_events import CacheEvent
 from ext_proc.vocabulary import Rank
-from vllm_ranks.reports.kv_events import Batch, EventOrder, KvEvent, UnreadableEvents, read_batch
+from vllm_ranks.reports.kv_events import Batch, EventOrder, UnreadableEvents, read_batch
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,14 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 class CacheListener(Protocol):
     """Who wants to know what the ranks' prefix caches hold."""
 
-    def on_cache_unknown(self, rank: Rank) -> None:
-        """Nothing that was known of the rank's cache holds any more."""
+    def on_cache_unknown(self, rank: Rank, *, all_to_come: bool) -> None:
+        """Nothing that was known of the rank's cache holds any more.
+
+        `all_to_come`: what follows is all that has happened since the rank started, with an empty cache.
+        """
         ...
 
-    def on_cache_events(self, rank: Rank, events: list[KvEvent]) -> None:
+    def on_cache_events(self, rank: Rank, events: list[CacheEvent]) -> None:
         """This happened, in this order."""
         ...
 
@@ -79,6 +83,8 @@ class KvSubscriber:
     def __init__(self, rank: Rank, listener: CacheListener) -> None:
         self._rank = rank
         self._listener = listener
+        self._has_all = False
+        """Whether all that the rank has published was handed on."""
 
     async def run(self, session: aiohttp.ClientSession, context: zmq.asyncio.Context) -> None:
         """Subscribe as soon as the rank says where it publishes; look again when that may have changed."""
@@ -99,7 +105,7 @@ class KvSubscriber:
             subscriber.subscribe(source.topic)
             subscriber.connect(source.endpoint)
             log.info("following the KV cache events of rank %s at %s", self._rank.name, source.endpoint)
-            await self._learn_anew(order, await replay(context, source, 0))
+            self._learn_anew(order, await replay(context, source, 0))
             while True:
                 if await subscriber.poll(LOOK_AGAIN_S * 1000):
                     frames = await subscriber.recv_multipart()
@@ -112,22 +118,27 @@ class KvSubscriber:
         self, context: zmq.asyncio.Context, source: EventSource, order: EventOrder, batch: Batch
     ) -> None:
         gap = order.accept(batch)
-        if gap is None:
+        if gap is None and (self._has_all or batch.sequence > 0):
             self._hand_on([batch])
+            return
+        if gap is None:
+            self._learn_anew(order, [batch])  # the rank's first one: nothing has been missed after all
             return
         # What is sent again goes up to now, so it has this batch too.
         again = await replay(context, source, gap.first)
         if gap.restarted or not again or again[0].sequence != gap.first:
             log.info("rank %s: KV cache events were lost; its cache is learned anew", self._rank.name)
-            await self._learn_anew(order, again or [batch])
+            self._learn_anew(order, again or [batch])
         else:
             order.replayed(again)
             self._hand_on(again)
 
-    async def _learn_anew(self, order: EventOrder, batches: list[Batch]) -> None:
-        self._listener.on_cache_unknown(self._rank)
-        order.replayed(batches)
-        self._hand_on(batches)
+    def _learn_anew(self, order: EventOrder, batches: list[Batch] | None) -> None:
+        """Begin with these batches; `None`: it is not known what there is."""
+        self._has_all = batches is not None and (not batches or batches[0].sequence == 0)
+        self._listener.on_cache_unknown(self._rank, all_to_come=self._has_all)
+        order.replayed(batches or [])
+        self._hand_on(batches or [])
 
     def _hand_on(self, batches: list[Batch]) -> None:
         for batch in batches:
@@ -135,6 +146,8 @@ class KvSubscriber:
                 self._listener.on_cache_events(self._rank, read_batch(batch.payload))
             except UnreadableEvents as error:
                 log.warning("rank %s: %s", self._rank.name, error)
+                self._has_all = False
+                self._listener.on_cache_unknown(self._rank, all_to_come=False)
 
 
 async def follow_all(ranks: Iterable[Rank], listener: CacheListener) -> None:
@@ -145,10 +158,10 @@ async def follow_all(ranks: Iterable[Rank], listener: CacheListener) -> None:
                 tasks.create_task(KvSubscriber(rank, listener).run(session, context))
 
 
-async def replay(context: zmq.asyncio.Context, source: EventSource, first: int) -> list[Batch]:
-    """The batches from `first` on that the publisher has kept; none if it does not answer."""
+async def replay(context: zmq.asyncio.Context, source: EventSource, first: int) -> list[Batch] | None:
+    """The batches from `first` on that the publisher has kept; `None` if it does not answer."""
     if source.replay_endpoint is None:
-        return []
+        return None
     batches: list[Batch] = []
     with context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -161,7 +174,7 @@ async def replay(context: zmq.asyncio.Context, source: EventSource, first: int) 
                         batches.append(batch)
         except TimeoutError:
             log.warning("%s does not send KV cache events again", source.replay_endpoint)
-            return []
+            return None
     return batches
 
 

@@ -47,6 +47,7 @@ class MetricsPage:
     counters: RankCounters | None
     """`None` if the page lacks one of them."""
     kv_capacity_tokens: int | None
+    kv_block_tokens: int | None
     engine_steps: int | None
     wave: int | None
     engines: frozenset[str]
@@ -64,6 +65,7 @@ def parse_metrics(text: str) -> MetricsPage:
     values: dict[str, list[float]] = {name: [] for name in _WANTED}
     engines = set()
     kv_capacity_tokens = 0
+    kv_block_tokens = None
     try:
         for family in text_string_to_metric_families("".join(_WANTED_LINE.findall(text)) + "\n"):
             for sample in family.samples:
@@ -72,6 +74,7 @@ def parse_metrics(text: str) -> MetricsPage:
                 values[sample.name].append(sample.value)
                 if sample.name == CACHE_CONFIG:
                     kv_capacity_tokens += _kv_capacity_tokens(sample.labels)
+                    kv_block_tokens = _positive(sample.labels.get("block_size", ""))
                 elif "engine" in sample.labels:
                     engines.add(sample.labels["engine"])
         page = MetricsPage(
@@ -87,6 +90,7 @@ def parse_metrics(text: str) -> MetricsPage:
             if all(values[name] for name in _COUNTERS)
             else None,
             kv_capacity_tokens=kv_capacity_tokens or None,
+            kv_block_tokens=kv_block_tokens,
             engine_steps=int(sum(values[ENGINE_STEPS])) if values[ENGINE_STEPS] else None,
             wave=int(max(values[WAVE])) if values[WAVE] else None,
             engines=frozenset(engines),
@@ -97,6 +101,10 @@ def parse_metrics(text: str) -> MetricsPage:
         if not values[name]:
             raise UnreadableReport(f"no {name} on the page; is this a vLLM server with stats enabled?")
     return page
+
+
+def _positive(text: str) -> int | None:
+    return int(text) or None if text.isdecimal() else None
 
 
 def _kv_capacity_tokens(labels: dict[str, str]) -> int:

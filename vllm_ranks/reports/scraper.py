@@ -118,6 +118,7 @@ class Scraper:
                     wave=metrics.wave,
                     counters=metrics.counters,
                     kv_capacity_tokens=metrics.kv_capacity_tokens,
+                    kv_block_tokens=metrics.kv_block_tokens,
                     engine_steps=metrics.engine_steps,
                 ),
             )
