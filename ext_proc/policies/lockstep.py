@@ -8,7 +8,7 @@ is longer by twice what the cache saves.
          + prefill   the request's own uncached tokens / the same rate
          + others    the same again
          + decode    expected output tokens × (the group's recent step time
-                     + what one more sequence adds to the steps of those on a rank, for each of them)
+                     + what a sequence adds to a step × (sequences on a rank + all that step along))
          + kv        resident KV tokens × KV_WEIGHT / the same rate
          + full      a barrier as the KV cache fills up
 
@@ -96,8 +96,10 @@ def _token_s(groups: Iterable[GroupAccount], now_s: float) -> dict[GroupAccount,
     for group, decode_step_s in steps.items():
         trust = exp((group.learned_s - now_s) / FADES_IN_S)
         step_s = trust * decode_step_s + (1 - trust) * mean_s
-        per_rank = sum(account.reservations for account in group.accounts) / len(group.accounts)
-        added_s = per_rank * group.times.costs.per_decode_sequence_s
+        sequences = sum(account.reservations for account in group.accounts)
+        per_rank = sequences / len(group.accounts)
+        slowed_by_one_more = sequences if group.lock_step else per_rank
+        added_s = (per_rank + slowed_by_one_more) * group.times.costs.per_decode_sequence_s
         costs[group] = step_s * group.recent_step_s / decode_step_s + added_s
     return costs
 
