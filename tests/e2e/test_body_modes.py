@@ -87,9 +87,11 @@ async def test_a_request_without_a_body_is_picked_for_where_headers_are_sent(
 async def test_a_reservation_lives_as_long_as_the_response(start_mode: StartMode, mode: Mode) -> None:
     async with start_mode(mode, stream_slowly) as setup, setup.client() as http:
         async with http.stream("POST", CHAT, content=b'{"model":"m","messages":[]}') as answer:
+            under_way = []
             async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    assert setup.chooser.reservations == [1]
+                if line.endswith(('"n":0}', '"n":5}')):
+                    under_way += setup.chooser.reservations
+        assert under_way == [1, 1]
         await setup.until_reservations_are([0], within_s=0.5)
 
 
