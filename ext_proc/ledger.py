@@ -175,7 +175,7 @@ class Ledger:
                 reservation.outcome is Outcome.ENDED and now_s - reservation.opened_at_s >= prefill_s
             )
             account.prefills.leave(reservation, now_s, had_first_token=had_first_token)
-            self._settle(reservation)
+            self._settle(reservation, is_computed=False)
             group.note_phase(now_s)
         else:
             account.stop_decoding(facts.n, reservation.first_token_step)
@@ -275,13 +275,13 @@ class Ledger:
         group.guesses += is_guess
         reservation.first_token_step = group.steps
         reservation.account.start_decoding(reservation.facts.n, group.steps)
-        self._settle(reservation)
+        self._settle(reservation, is_computed=not is_guess)
 
-    def _settle(self, reservation: Reservation) -> None:
-        """The reservation's prompt is computed, or will not be."""
+    def _settle(self, reservation: Reservation, *, is_computed: bool) -> None:
+        """The reservation's prompt is computed, for certain if `is_computed`, or will not be."""
         cache, facts = reservation.account.cache, reservation.facts
         if cache.is_exact:
-            cache.settle(cache.blocks_of(facts, self._adapter(facts)))
+            cache.settle(cache.blocks_of(facts, self._adapter(facts)), is_computed=is_computed)
             self._cached = None
 
     def _adapter(self, facts: RequestFacts) -> str | None:

@@ -68,6 +68,8 @@ class RankCache:
         "_told_block_tokens",
         "held",
         "index",
+        "prompts_found",
+        "prompts_missing",
     )
 
     def __init__(self, *, by_tokens: bool, text_block_tokens: int, max_blocks: int) -> None:
@@ -82,6 +84,10 @@ class RankCache:
         """Blocks of prompts that were sent; where the cache is known exactly, of those not yet computed."""
         self.held: HeldBlocks | None = None
         """Blocks that the rank says are there, once it tells; only where prompts are known as tokens."""
+        self.prompts_found = 0
+        """Prompts that the rank has computed and then said it holds …"""
+        self.prompts_missing = 0
+        """… and such as it did not: the tokens that it made of them were others."""
         self._by_tokens = by_tokens
         self._text_block_tokens = text_block_tokens
         self._told_block_tokens: int | None = None
@@ -135,10 +141,17 @@ class RankCache:
         """A prompt with these blocks was sent to the rank."""
         self.index.add(blocks)
 
-    def settle(self, blocks: Sequence[int]) -> None:
-        """That prompt is computed, or will not be: now the rank's word counts, where there is one."""
-        if self.is_exact:
-            self.index.discard(blocks)
+    def settle(self, blocks: Sequence[int], *, is_computed: bool) -> None:
+        """That prompt is computed, for certain if `is_computed`, or will not be: now the rank's word counts.
+
+        Only where the cache is known exactly.
+        """
+        self.index.discard(blocks)
+        if is_computed and blocks and self.held is not None:
+            if self.held.matched_blocks(blocks[:1]):
+                self.prompts_found += 1
+            else:
+                self.prompts_missing += 1
 
     # --- What the rank tells -------------------------------------------------------------------------
 

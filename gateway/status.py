@@ -58,6 +58,8 @@ def _group(group: GroupAccount, engine: str) -> dict[str, Any]:
         },
         "index_blocks": sum(len(account.cache) for account in group.accounts),
         "index_bytes": sum(account.cache.memory_bytes() for account in group.accounts),
+        "prompts_found": sum(account.cache.prompts_found for account in group.accounts),
+        "prompts_missing": sum(account.cache.prompts_missing for account in group.accounts),
     }
 
 

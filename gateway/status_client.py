@@ -74,6 +74,10 @@ class GroupStatus(msgspec.Struct, frozen=True):
     index_blocks: int = 0
     """Of the prefix indexes."""
     index_bytes: int = 0
+    prompts_found: int = 0
+    """Prompts known as tokens that ranks have computed and then said they hold …"""
+    prompts_missing: int = 0
+    """… and such as they did not."""
 
 
 class TargetsStatus(msgspec.Struct, frozen=True):

@@ -19,6 +19,9 @@ from gateway.status_client import GroupStatus, Status
 
 COLUMNS = ("decode\nstep", "prefill\nstep", "budget", "prefill\ntokens/s", "lead", "index")
 
+MANY_PROMPTS = 20
+"""So many prompts that ranks know by other tokens are no accident."""
+
 
 def status_view(status: Status, *, width: int) -> Group:
     """Everything, in tables of at most `width` columns."""
@@ -59,6 +62,22 @@ def _doing(group: GroupStatus) -> str:
 
 
 def warnings(status: Status) -> Iterator[str]:
+    """What an operator should change."""
+    yield from _wrong_tokenizers(status)
+    yield from _budgets(status)
+
+
+def _wrong_tokenizers(status: Status) -> Iterator[str]:
+    for group in status.groups:
+        if group.prompts_missing > max(MANY_PROMPTS, group.prompts_found):
+            yield (
+                f"{group.name}: of {group.prompts_found + group.prompts_missing} prompts computed by its "
+                f"ranks {group.prompts_missing} are not among what they say they hold, so their tokens were "
+                "others. The group's field tokenizer must name the ranks' own tokenizer and chat template."
+            )
+
+
+def _budgets(status: Status) -> Iterator[str]:
     """Groups whose engines cannot keep the targets, and the budget that could."""
     if status.targets is None:
         return

@@ -11,7 +11,7 @@ from collections import Counter as Tally
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ext_proc.admission import Admission
@@ -103,7 +103,7 @@ class _LedgerCollector(Collector):
         self._ledger = ledger
         self._admission = admission
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         now_s = time.monotonic()
         yield from self._of_ranks(now_s)
         yield from self._of_groups()
@@ -142,7 +142,7 @@ class _LedgerCollector(Collector):
             ranks.add_metric([state.value], states[state])
         yield from (reservations, unobserved, report_age, load, ranks)
 
-    def _of_groups(self) -> Iterator[GaugeMetricFamily]:
+    def _of_groups(self) -> Iterator[Metric]:
         healthy = _by("group", "wavegate_group_healthy", "1 if the group is in rotation.")
         steps = GaugeMetricFamily(
             "wavegate_step_seconds",
@@ -154,6 +154,11 @@ class _LedgerCollector(Collector):
         lead = _by("group", "wavegate_lead_tokens", "Lead of decoding on the TPOT target, in tokens.")
         blocks = _by("group", "wavegate_prefix_index_blocks", "Prompt blocks in the prefix indexes.")
         size = _by("group", "wavegate_prefix_index_bytes", "Memory of the prefix indexes.")
+        prompts = CounterMetricFamily(
+            "wavegate_token_prompts",
+            "Prompts known as tokens that ranks have computed, by whether they then said they hold them.",
+            labels=["group", "result"],
+        )
         for group in self._ledger.groups:
             name = [group.name]
             healthy.add_metric(name, float(group.is_healthy and group.in_rotation))
@@ -164,7 +169,11 @@ class _LedgerCollector(Collector):
             lead.add_metric(name, group.lead.tokens)
             blocks.add_metric(name, sum(len(account.cache) for account in group.accounts))
             size.add_metric(name, sum(account.cache.memory_bytes() for account in group.accounts))
-        yield from (healthy, steps, budget, prefilling, lead, blocks, size)
+            found = sum(account.cache.prompts_found for account in group.accounts)
+            missing = sum(account.cache.prompts_missing for account in group.accounts)
+            prompts.add_metric([group.name, "found"], found)
+            prompts.add_metric([group.name, "missing"], missing)
+        yield from (healthy, steps, budget, prefilling, lead, blocks, size, prompts)
 
 
 def _by(label: str, name: str, meaning: str) -> GaugeMetricFamily:

@@ -179,6 +179,7 @@ async def test_metrics_name_picks_reservations_ages_and_states(run_gateway: RunG
         'wavegate_group_prefilling{group="g0"} 1.0',
         'wavegate_budget_tokens{group="g0"} 2048.0',
         'wavegate_prefix_index_blocks{group="g0"} 0.0',
+        'wavegate_token_prompts_total{group="g0",result="missing"} 0.0',
     ):
         assert line in text.splitlines()
     assert 'wavegate_report_age_seconds{rank="g0/0"}' in text

@@ -87,6 +87,17 @@ def test_a_prompt_on_its_way_counts_until_it_is_computed_then_the_ranks_word_doe
     assert cached(ledger, with_tokens(PROMPT)) == 48
 
 
+def test_prompts_that_a_rank_knows_by_other_tokens_are_noticed() -> None:
+    """As with the tokenizer of another model: what the rank tells then never matches."""
+    ledger = exact_pool()
+    for number, told in enumerate((PROMPT, range(500, 600)), start=1):
+        ledger.reserve(rank(0), with_tokens(PROMPT), float(number))
+        tell(ledger, AllBlocksCleared(), stored(told))
+        ledger.record_report(rank(0), reported(number + 0.5, first_tokens=number))
+    cache = ledger.accounts[0].cache
+    assert (cache.prompts_found, cache.prompts_missing) == (1, 1)
+
+
 def test_a_prompt_that_was_given_up_does_not_count() -> None:
     ledger = exact_pool()
     ledger.reserve(rank(0), with_tokens(PROMPT), 0.2).release(Outcome.CANCELLED, 0.3)

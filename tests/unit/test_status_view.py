@@ -117,3 +117,11 @@ def test_the_gateways_own_status_can_be_shown() -> None:
     read = parse_status(msgspec.json.encode(status(config, ledger, admission(ledger), 0.5)))
     assert read.groups[0].step_time == StepTimeStatus(20.0, 100.0, 100.0, 1.0)
     assert any("prefills" in line for line in shown(read))
+
+
+def test_a_tokenizer_that_is_not_the_ranks_own_is_warned_of() -> None:
+    right = group(prefill_step_ms=90.0, prompts_found=500, prompts_missing=40)
+    assert list(warnings(told(right))) == []
+    (warning,) = warnings(told(group(prefill_step_ms=90.0, prompts_found=3, prompts_missing=40)))
+    assert warning.startswith("g0: of 43 prompts computed by its ranks 40 are not among")
+    assert "field tokenizer" in warning
