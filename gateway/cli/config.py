@@ -7,9 +7,8 @@ import json
 import typer
 import yaml
 
-from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_config
+from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, load_config, require_tokenizers
 from gateway.config import Config
-from gateway.prompt_tokenizer import TokenizerError, tokenise_of
 
 app = typer.Typer(
     help="Check a configuration, show it with its defaults, or print its JSON Schema.",
@@ -23,10 +22,7 @@ app = typer.Typer(
 def check(config: ConfigPath = DEFAULT_CONFIG_PATH) -> None:
     """Validate a file. Each problem is named by line and key, with what would be right; exit status 2."""
     loaded = load_config(config)
-    try:
-        tokenise_of(loaded)
-    except TokenizerError as error:
-        fail(f"{config}: {error}", status=2)
+    require_tokenizers(loaded, config)
     groups, ranks = len(loaded.groups), len(loaded.ranks())
     typer.echo(f"{config}: fine: {_count(groups, 'group')}, {_count(ranks, 'rank')}")
 

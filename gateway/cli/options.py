@@ -9,6 +9,7 @@ import typer
 
 from gateway.config import Config
 from gateway.config_file import DEFAULT_PATH, ConfigError, load
+from gateway.prompt_tokenizer import TokenizerError, tokenise_of
 from gateway.resolve import Unresolved, resolve
 
 ConfigPath = Annotated[
@@ -34,6 +35,14 @@ def load_resolved(path: Path) -> Config:
     for note in resolved.notes:
         typer.echo(note, err=True)
     return resolved.config
+
+
+def require_tokenizers(config: Config, path: Path) -> None:
+    """Nothing if the tokenizers that the groups name can be used; else the reason, and exit status 2."""
+    try:
+        tokenise_of(config)
+    except TokenizerError as error:
+        fail(f"{path}: {error}", status=2)
 
 
 def fail(message: str, *, status: int = 1) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_resolved
+from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_resolved, require_tokenizers
 from gateway.config import Config
 from gateway.config_types import endpoint
 from gateway.deployment import StartFailed, run_deployment
@@ -32,6 +32,7 @@ def up(config: ConfigPath = DEFAULT_CONFIG_PATH, run_dir: RunDir = DEFAULT_RUN_F
     stops at once. Adopted groups are left alone.
     """
     loaded = load_resolved(config)
+    require_tokenizers(loaded, config)
     try:
         with locked_run_folder(run_dir) as folder:
             asyncio.run(_run(loaded, folder, Progress(Console())))

@@ -270,12 +270,12 @@ def test_a_missing_library_is_named_with_what_to_install(
         tokenise_of(config(folder))
 
 
-def test_config_check_and_the_gateway_say_what_is_wrong_with_a_tokenizer(tmp_path: Path) -> None:
+def test_all_that_need_a_tokenizer_say_what_is_wrong_with_it_before_they_start(tmp_path: Path) -> None:
     file = tmp_path / "wavegate.yaml"
     file.write_text(
         "groups: [{engine: adopted, name: g, model: m, endpoints: ['127.0.0.1:1'], tokenizer: nowhere}]\n"
     )
-    for command in (["config", "check"], ["gateway"]):
+    for command in (["config", "check"], ["gateway"], ["up", "--run-dir", str(tmp_path / "run")]):
         result = CliRunner().invoke(main, [*command, "-c", str(file)])
         assert result.exit_code == 2
         assert "groups[0].tokenizer: cannot read nowhere/tokenizer.json" in result.output
