@@ -106,7 +106,8 @@ class ModelGroup(GroupSection):
     """Folder with the model's tokenizer.json, tokenizer_config.json and chat template, read at the start. The
     gateway then makes tokens of prompts as the ranks do: prompt lengths are exact, and so is what each rank
     has in its prefix cache, where ranks publish KV cache events. It costs the gateway about 5 ms of CPU time
-    for a prompt of 4,096 tokens. Needs `pip install 'wavegate[tokenizer]'`."""
+    for a prompt of 4,096 tokens, and 75 bytes of memory for each block of a rank's KV cache. Needs
+    `pip install 'wavegate[tokenizer]'`."""
 
 
 LOCAL = "local"
