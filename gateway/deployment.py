@@ -121,7 +121,7 @@ async def _drain(config: Config, progress: Progress) -> None:
     timeout_s = config.gateway.drain_timeout_s
     with progress.step("draining") as step:
         left = await envoy_admin.drain(
-            admin_url, timeout_s, lambda active: step.show(f"{active} requests under way")
+            admin_url, timeout_s, lambda active: step.show(f"requests under way: {active}")
         )
         step.done(f"{left} requests cut after {timeout_s:g} s" if left else "no request is under way")
 

@@ -116,7 +116,10 @@ async def read_status(session: aiohttp.ClientSession, admin_url: str) -> bytes:
             f"{admin_url}/status answers {error.status}: is that the gateway's admin API?"
         ) from None
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise StatusError(f"no gateway at {admin_url} ({_reason(error)}); does `wavegate up` run?") from None
+        raise StatusError(
+            f"no gateway at {admin_url} ({_reason(error)}): is `wavegate up` running, and is this its admin "
+            "address (-c FILE, --admin URL)?"
+        ) from None
 
 
 def _reason(error: Exception) -> str:

@@ -12,6 +12,9 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
+from typer.main import get_command
+
+from gateway.cli.help_text import fold_help
 
 SUB_COMMANDS: dict[str, str] = {
     "demo": "Start a small pool of embedded ranks behind Envoy, drive it with the openai client, show it.",
@@ -55,7 +58,9 @@ def _options(
 def _hand_over(name: str) -> Callable[[typer.Context], None]:
     def run(context: typer.Context) -> None:
         module = import_module(f"gateway.cli.{name.replace('-', '_')}")
-        module.app(args=context.args, prog_name=f"wavegate {name}")
+        command = get_command(module.app)
+        fold_help(command)
+        command(args=context.args, prog_name=f"wavegate {name}")
 
     return run
 

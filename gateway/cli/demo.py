@@ -45,7 +45,7 @@ def demo(
     ranks: Annotated[
         int | None,
         typer.Option(
-            min=1, max=64, help="Ranks in each group. [default: 4, with vllm-cpu 2; there at most 4]"
+            min=1, max=64, help="Ranks in each group.", show_default="4, with vllm-cpu 2; there at most 4"
         ),
     ] = None,
     groups: Annotated[int, typer.Option(min=1, max=8, help="Groups, each a data-parallel deployment.")] = 1,

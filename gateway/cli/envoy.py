@@ -7,7 +7,7 @@ import logging
 
 import typer
 
-from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_resolved
+from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_resolved, need_free_ports
 from gateway.envoy_process import EnvoyError
 from gateway.envoy_run import run
 
@@ -22,6 +22,7 @@ def envoy(config: ConfigPath = DEFAULT_CONFIG_PATH) -> None:
     one stops at once. Supervise it with what supervises your other services; `wavegate up` does so itself.
     """
     loaded = load_resolved(config)
+    need_free_ports(loaded, "envoy")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         status = asyncio.run(run(loaded))

@@ -6,7 +6,7 @@ import logging
 
 import typer
 
-from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_resolved
+from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_resolved, need_free_ports
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -18,6 +18,7 @@ def gateway(config: ConfigPath = DEFAULT_CONFIG_PATH) -> None:
     Ends on SIGTERM or Ctrl-C, once the requests under way have ended or gateway.drain_timeout_s is over.
     """
     loaded = load_resolved(config)
+    need_free_ports(loaded, "gateway")
     import uvloop
 
     from gateway.prompt_tokenizer import TokenizerError

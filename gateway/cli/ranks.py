@@ -43,7 +43,8 @@ def ranks(
         str | None,
         typer.Option(
             metavar="URL",
-            help="The gateway's admin API, if it is on another machine. [default: that of the configuration]",
+            help="The gateway's admin API, if it is on another machine.",
+            show_default="that of the configuration",
         ),
     ] = None,
     run_dir: Annotated[

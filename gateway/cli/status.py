@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,10 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from gateway.cli.options import fail, load_config
-from gateway.config_gateway import GatewaySection
-from gateway.config_types import endpoint
-from gateway.plan import reachable
+from gateway.cli.options import AdminConfigPath, AdminUrl, admin_address, fail
 from gateway.status_client import StatusError, parse_status, read_status, status_session
 from gateway.status_view import status_view
 
@@ -25,16 +21,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def status(
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", "-c", metavar="FILE", help="Take the admin address from this wavegate.yaml."
-        ),
-    ] = None,
-    admin: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="The gateway's admin API. [default: http://127.0.0.1:9090]"),
-    ] = None,
+    config: AdminConfigPath = None,
+    admin: AdminUrl = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="JSON as the admin API gives it; with --watch one line each time.")
@@ -49,8 +37,7 @@ def status(
     it. lead: how far decoding is ahead of the TPOT target. index: memory for what the ranks have in their
     prefix caches.
     """
-    settings = load_config(config).gateway if config else GatewaySection()
-    admin_url = admin or f"http://{endpoint(reachable(settings.admin_host), settings.admin_port)}"
+    admin_url = admin_address(config, admin)
     try:
         asyncio.run(_watch(admin_url, as_json) if watch else _show(admin_url, as_json))
     except StatusError as error:
@@ -76,6 +63,12 @@ async def _watch(admin_url: str, as_json: bool) -> None:
                 typer.echo((await read_status(session, admin_url)).decode())
                 await asyncio.sleep(WATCH_INTERVAL_S)
         console = Console()
+        if not console.is_terminal:
+            while True:
+                console.print(
+                    status_view(parse_status(await read_status(session, admin_url)), width=console.width)
+                )
+                await asyncio.sleep(WATCH_INTERVAL_S)
         with Live(console=console, auto_refresh=False) as live:
             shown: RenderableType = ""
             while True:

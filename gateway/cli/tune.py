@@ -19,10 +19,7 @@ from ext_proc.advice import BudgetEffect, Load, best_budget_tokens, decode_step_
 from ext_proc.settings import Targets
 from ext_proc.step_times import StepCosts
 from gateway.cli.bench_options import Duration, Seed, Speed, TraceFormat, load_trace
-from gateway.cli.options import fail, load_config
-from gateway.config_gateway import GatewaySection
-from gateway.config_types import endpoint
-from gateway.plan import reachable
+from gateway.cli.options import AdminConfigPath, AdminUrl, admin_address, fail
 from gateway.status_client import GroupStatus, Status, StatusError, parse_status, read_status, status_session
 from gateway.status_view import step_costs
 from vllm_ranks.engine.time_model import PRESETS, StepTimeModel
@@ -54,29 +51,22 @@ class Subject:
 def tune(
     slo_ttft_ms: Annotated[float, typer.Option(min=1, help="Target: time to first token.")],
     slo_tpot_ms: Annotated[float, typer.Option(min=1, help="Target: time per output token after the first.")],
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", "-c", metavar="FILE", help="Take the admin address from this wavegate.yaml."
-        ),
-    ] = None,
-    admin: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="The gateway's admin API. [default: http://127.0.0.1:9090]"),
-    ] = None,
+    config: AdminConfigPath = None,
+    admin: AdminUrl = None,
     group: Annotated[str | None, typer.Option(help="Only this group.")] = None,
     model_preset: Annotated[
         str | None,
         typer.Option(metavar="NAME", help=f"Ask no gateway; assume step times: {', '.join(PRESETS)}."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks per group. [default: as it is, or 8]")
+        int | None, typer.Option(min=1, help="Ranks per group.", show_default="as it is, or 8")
     ] = None,
     decoding_sequences: Annotated[
-        float | None, typer.Option(min=0, help="Sequences that the busiest rank decodes. [default: as now]")
+        float | None,
+        typer.Option(min=0, help="Sequences that the busiest rank decodes.", show_default="as now"),
     ] = None,
     kv_tokens: Annotated[
-        float | None, typer.Option(min=0, help="KV tokens on that rank. [default: as now]")
+        float | None, typer.Option(min=0, help="KV tokens on that rank.", show_default="as now")
     ] = None,
     trace: Annotated[
         Path | None,
@@ -99,7 +89,7 @@ def tune(
     if model_preset is not None:
         subjects = [_assumed(model_preset, load or ASSUMED_LOAD, ranks or 8)]
     else:
-        subjects = _measured(_read(config, admin), group, load, ranks)
+        subjects = _measured(_read(admin_address(config, admin)), group, load, ranks)
     for subject in subjects:
         _advise(subject, targets)
         if trace is None:
@@ -129,10 +119,7 @@ def _assumed(preset: str, load: Load, ranks: int) -> Subject:
     return Subject(preset, costs, load, None, ranks, lock_step="moe" in preset)
 
 
-def _read(config: Path | None, admin: str | None) -> Status:
-    settings = load_config(config).gateway if config else GatewaySection()
-    admin_url = admin or f"http://{endpoint(reachable(settings.admin_host), settings.admin_port)}"
-
+def _read(admin_url: str) -> Status:
     async def read() -> Status:
         async with status_session() as session:
             return parse_status(await read_status(session, admin_url))

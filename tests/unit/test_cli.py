@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from gateway.cli import SUB_COMMANDS, main
+from gateway.cli.help_text import folded
 
 EXAMPLE = str(Path(__file__).parents[2] / "wavegate.example.yaml")
 
@@ -89,9 +91,44 @@ def test_envoy_config_check_asks_envoy() -> None:
     assert "Envoy accepts the configuration" in checked.stdout
 
 
-def test_status_without_a_gateway_says_so_in_one_line() -> None:
-    shown = wavegate("status", "--admin", "http://127.0.0.1:9")
+@pytest.mark.parametrize("admin", ["http://127.0.0.1:9", "127.0.0.1:9"])
+def test_status_without_a_gateway_says_so_in_one_line(admin: str) -> None:
+    shown = wavegate("status", "--admin", admin)
     assert shown.exit_code == 1
     assert shown.stderr == (
-        "no gateway at http://127.0.0.1:9 (connection refused); does `wavegate up` run?\n"
+        "no gateway at http://127.0.0.1:9 (connection refused): is `wavegate up` running, and is this its "
+        "admin address (-c FILE, --admin URL)?\n"
     )
+
+
+def test_status_finds_the_gateway_of_the_configuration_in_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wavegate.yaml").write_text(
+        "groups: [{engine: embedded, name: a}]\ngateway: {admin_port: 9}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert "no gateway at http://127.0.0.1:9 " in wavegate("status").stderr
+
+
+@pytest.mark.parametrize("command", ["gateway", "envoy"])
+def test_a_taken_port_is_named_with_its_key_before_anything_starts(command: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        path = tmp_path / "wavegate.yaml"
+        path.write_text(f"groups: [{{engine: embedded, name: a}}]\n{command}: {{admin_port: {port}}}\n")
+        started = wavegate(command, "-c", str(path))
+    assert started.exit_code == 1
+    assert f"port {port} for " in started.stderr
+    assert f"set {command}.admin_port to another" in started.stderr
+
+
+def test_help_is_folded_by_the_terminal_and_not_by_the_source() -> None:
+    text = "First.\n\n    Second\n    goes on.\n\n    \b\n    A table\n      of two lines."
+    assert folded(text) == "First.\n\nSecond goes on.\n\nA table\n  of two lines."
+
+
+@pytest.mark.parametrize(("name", "default"), [("demo", "4, with vllm-cpu 2"), ("tune", "as it is, or 8")])
+def test_help_shows_defaults_that_are_found_out(name: str, default: str) -> None:
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(main, [name, "--help"])
+    assert f"[default: ({default}" in shown.output
