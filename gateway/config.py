@@ -64,6 +64,7 @@ class Config(Section):
             *self._shared_endpoints(),
             *self._shared_ports(),
             *self._timeout_below_hold(),
+            *self._always_stale(),
             *self._ext_proc_tls_half_set(),
             *self._gateway_twice(),
         ]
@@ -77,6 +78,16 @@ class Config(Section):
             yield (
                 f"envoy.message_timeout_s: {timeout_s:g} s is not longer than gateway.admission.max_hold_s "
                 f"({hold_s:g} s): Envoy would give up on requests that are held; raise it or hold less long"
+            )
+
+    def _always_stale(self) -> Iterator[str]:
+        reports = self.gateway.reports
+        longest_s = reports.interval_s * (1 + reports.jitter_ratio)
+        if reports.stale_after_s <= longest_s:
+            yield (
+                f"gateway.reports.stale_after_s: {reports.stale_after_s:g} s is not longer than the up to "
+                f"{longest_s:g} s between two reports (interval_s, jitter_ratio): in between, ranks would "
+                "count as unknown; raise it or scrape more often"
             )
 
     def _ext_proc_tls_half_set(self) -> Iterator[str]:
@@ -99,9 +110,14 @@ class Config(Section):
                 yield f"envoy.standby_gateways: {address} is a gateway of this file already; name others"
 
     def _shared_names(self) -> Iterator[str]:
-        for name, count in Counter(group.name for group in self.groups).items():
-            if count > 1:
-                yield f"{count} groups share the name {name!r}; give each group its own"
+        first: dict[str, int] = {}
+        for position, group in enumerate(self.groups):
+            earlier = first.setdefault(group.name, position)
+            if earlier != position:
+                yield (
+                    f"groups[{position}].name: {group.name!r} is also that of groups[{earlier}]; "
+                    "choose another"
+                )
 
     def _different_tokenizers(self) -> Iterator[str]:
         first: dict[str, int] = {}
@@ -116,10 +132,18 @@ class Config(Section):
                     break
 
     def _shared_endpoints(self) -> Iterator[str]:
-        adopted = Counter(r.endpoint for g in self.groups if isinstance(g, AdoptedGroup) for r in g.ranks())
-        for address, count in adopted.items():
-            if count > 1:
-                yield f"{count} ranks share the address {address}; give each rank its own"
+        first: dict[str, str] = {}
+        for position, group in enumerate(self.groups):
+            if not isinstance(group, AdoptedGroup):
+                continue
+            field = "endpoints" if group.endpoints else "hosts"
+            for rank in group.ranks():
+                earlier = first.setdefault(rank.endpoint, rank.name)
+                if earlier != rank.name:
+                    yield (
+                        f"groups[{position}].{field}: {rank.endpoint} of rank {rank.name} is also that of "
+                        f"rank {earlier}; give each rank its own address"
+                    )
 
     def _shared_ports(self) -> Iterator[str]:
         by_port: dict[int, list[Listener]] = {}

@@ -22,6 +22,8 @@ from gateway.config_types import Section
 
 Keys = tuple[str | int, ...]
 
+_NAMED_KEY = re.compile(r"(?P<path>[a-z_]+(?:\[\d+\]|\.[a-z_]+)*): ")
+
 _GROUP_ENGINES: Mapping[str, type[Section]] = {
     get_args(section.model_fields["engine"].annotation)[0]: section
     for section in (EmbeddedGroup, VllmGroup, AdoptedGroup)
@@ -72,7 +74,11 @@ def _problems(detail: ErrorDetails, data: object) -> Iterator[Problem]:
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "value_error":
         for line in str(context["error"]).splitlines():
-            yield Problem(_path(keys), line, keys=keys)
+            yield (
+                _of_several_keys(keys, line)
+                if isinstance(value, dict)
+                else Problem(_path(keys), line, keys=keys)
+            )
         return
     if kind == "extra_forbidden":
         message = _unknown_key(keys, data)
@@ -96,6 +102,14 @@ def _without_union_tag(loc: Keys) -> Keys:
     if len(loc) > 2 and loc[0] == "groups" and loc[2] in _GROUP_ENGINES:
         return (*loc[:2], *loc[3:])
     return loc
+
+
+def _of_several_keys(keys: Keys, line: str) -> Problem:
+    """What a whole section finds wrong; it may begin with the key below `keys` that is to be changed."""
+    if named := _NAMED_KEY.match(line):
+        inner = (int(key) if key.isdigit() else key for key in re.findall(r"\w+", named["path"]))
+        keys, line = (*keys, *inner), line[named.end() :]
+    return Problem(_path(keys), line, keys=keys)
 
 
 def _path(keys: Keys) -> str:

@@ -46,6 +46,13 @@ def _ip_address(value: str) -> str:
         ) from None
 
 
+def _listening_ip_address(value: str) -> str:
+    try:
+        return str(ipaddress.ip_address(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is not an IP address to listen on, e.g. {LOOPBACK}") from None
+
+
 def _reachable_ip_address(value: str) -> str:
     address = ipaddress.ip_address(_ip_address(value))
     if address.is_unspecified:
@@ -88,7 +95,7 @@ def _argument(value: object) -> object:
 MAX_UNIX_PATH_BYTES = 107
 """sun_path of Linux, less the closing zero."""
 
-IpAddress = Annotated[str, AfterValidator(_ip_address), Field(examples=[LOOPBACK])]
+IpAddress = Annotated[str, AfterValidator(_listening_ip_address), Field(examples=[LOOPBACK])]
 ReachableIpAddress = Annotated[str, AfterValidator(_reachable_ip_address), Field(examples=[LOOPBACK])]
 Endpoint = Annotated[str, AfterValidator(_canonical_endpoint), Field(examples=["10.0.0.1:8000"])]
 ListenAddress = Annotated[str, AfterValidator(_listen_address), Field(examples=[f"{LOOPBACK}:9002"])]

@@ -64,5 +64,6 @@ def resolve(config: Config, is_moe: ModelKind = is_mixture_of_experts) -> Resolv
         data["groups"] = [group.model_dump(by_alias=True) for group in groups]
         resolved = Config.model_validate(data)
     except ValidationError as error:
-        raise Unresolved("\n".join(str(detail["msg"]) for detail in error.errors())) from None
+        reasons = "\n".join(str(detail["ctx"]["error"]) for detail in error.errors())
+        raise Unresolved(f"with a group for each replica of dense models, {reasons}") from None
     return Resolved(resolved, tuple(notes))

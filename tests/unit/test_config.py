@@ -80,11 +80,11 @@ def test_options_for_a_rank_that_does_not_exist_are_refused() -> None:
 
 
 def test_groups_need_names_of_their_own() -> None:
-    assert "2 groups share the name 'g0'" in reasons(embedded(), embedded(port=9500))
+    assert "groups[1].name: 'g0' is also that of groups[0]" in reasons(embedded(), embedded(port=9500))
 
 
 def test_two_adopted_ranks_cannot_share_an_address() -> None:
-    assert "2 ranks share the address 10.0.0.1:1" in reasons(
+    assert "groups[1].endpoints: 10.0.0.1:1 of rank b/0 is also that of rank a/0" in reasons(
         adopted("10.0.0.1:1", name="a"), adopted("10.0.0.1:1", name="b")
     )
 

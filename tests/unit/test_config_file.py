@@ -77,7 +77,8 @@ def test_one_mistake_is_one_problem(text: str, expected: str) -> None:
         ("envoy: {port: '80a'}", 'envoy.port: is "80a"; it must be a plain whole number, without a unit'),
         ("envoy: {port: 1.5}", "envoy.port: is 1.5; it must be a whole number"),
         ("envoy: {connect_timeout_s: 2s}", 'is "2s"; it must be a plain number, without a unit'),
-        ("envoy: {host: localhost}", "'localhost' is not an IP address"),
+        ("envoy: {host: localhost}", "'localhost' is not an IP address to listen on, e.g. 127.0.0.1"),
+        ("gateway: {reports: {interval_s: 2}}", "gateway.reports.stale_after_s: 2 s is not longer than"),
         ("envoy: {access_log: no}", "YAML reads false here, not text; it must be text: put it in quotes"),
         ("envoy: {binary: 3}", "envoy.binary: is 3; it must be a path in quotes"),
         ("envoy: {mode: one-message}", 'envoy.mode: is "one-message"; did you mean one_message?'),
@@ -125,6 +126,21 @@ def test_rank_options_by_name_are_refused() -> None:
     assert problems(text) == [
         'line 1: groups[0].rank_args.first: is not a rank\'s index; write a number such as 0, not "first"'
     ]
+
+
+def test_a_contradiction_between_keys_is_placed_at_the_one_to_change() -> None:
+    text = """
+groups:
+- {engine: vllm, name: a, model: m, args: [--port, 1]}
+- {engine: adopted, name: a, model: m, endpoints: ['10.0.0.1:1']}
+envoy: {message_timeout_s: 5}
+"""
+    group, *others = problems(text)
+    assert group.startswith("line 3: groups[0].args: wavegate itself gives the ranks --port; ")
+    assert others == []  # whole sections are compared only once each is fine
+    group, timeout = problems(text.replace("args: [--port, 1]", "args: []"))
+    assert group == "line 4: groups[1].name: 'a' is also that of groups[0]; choose another"
+    assert timeout.startswith("line 5: envoy.message_timeout_s: 5 s is not longer than ")
 
 
 def test_a_key_given_twice_is_an_error() -> None:

@@ -85,7 +85,10 @@ def test_a_resolved_configuration_is_resolved_to_itself() -> None:
 
 
 def test_replicas_must_not_take_another_groups_name() -> None:
-    with pytest.raises(Unresolved, match="2 groups share the name 'g0-1'"):
+    with pytest.raises(
+        Unresolved,
+        match=r"^with a group for each replica of dense models, groups\[2\]\.name: 'g0-1' is also that of ",
+    ):
         resolved(False, {}, {"name": "g0-1", "data_parallel_size": 1})
 
 
