@@ -65,6 +65,8 @@ async def live_rank_table(console: Console, admin_url: str, *, is_kept: bool) ->
                 yield
             finally:
                 refreshing.cancel()
+        if is_kept and not console.is_terminal:
+            console.line()  # a terminal gets its line end from Live
 
 
 def problems_of(results: Sequence[DemoResult], ranks: Sequence[str]) -> list[str]:

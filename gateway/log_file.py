@@ -20,10 +20,22 @@ _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f
 class LogFile:
     """Appends to `path`; a full one, or that of an earlier run, becomes `path.1` in place of the last one."""
 
-    def __init__(self, path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> None:
-        """Open a new, empty log; raises OSError."""
+    def __init__(
+        self, path: Path, *, max_bytes: int = MAX_FILE_BYTES, told_elsewhere: str | None = None
+    ) -> None:
+        """Open a new, empty log.
+
+        Args:
+            path: the file.
+            max_bytes: size at which it is replaced.
+            told_elsewhere: lines that begin so are written, but are never among the last lines.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
         self.path = path
         self._max_bytes = max_bytes
+        self._told_elsewhere = told_elsewhere
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._rest = ""
         self._lost_bytes = 0
@@ -53,6 +65,8 @@ class LogFile:
         except OSError:
             self._lost_bytes += len(data)
         *lines, rest = (self._rest + data.decode(errors="replace")).split("\n")
+        if self._told_elsewhere is not None:
+            lines = [line for line in lines if not line.startswith(self._told_elsewhere)]
         self._tail.extend(line[:MAX_LINE_CHARS] for line in lines[-TAIL_LINES:])
         self._rest = rest[:MAX_LINE_CHARS]
 

@@ -36,6 +36,8 @@ class ProcessPlan:
     """Answers 200 once the process can do its work."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables beside those it inherits."""
+    access_log_prefix: str | None = None
+    """How lines begin that tell of requests, not of how the process fares."""
     is_vllm: bool = False
     """Whether its log is that of a vLLM server."""
 
@@ -207,7 +209,7 @@ def _envoy(config: Config, folder: RunFolder, binary: Path) -> UnitPlan:
     command = envoy_command(binary, folder.envoy_config_path, worker_threads=settings.worker_threads)
     return UnitPlan(
         name="Envoy",
-        processes=(ProcessPlan("envoy", tuple(command), f"{admin}/ready"),),
+        processes=(ProcessPlan("envoy", tuple(command), f"{admin}/ready", access_log_prefix="{"),),
         serves=f"ready on http://{endpoint(settings.host, settings.port)}",
         ready_timeout_s=60.0,
         stop_timeout_s=10.0,

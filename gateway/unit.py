@@ -206,7 +206,8 @@ class Unit:
 
     async def _start_child(self, plan: ProcessPlan) -> None:
         """Not cancelled half-way: a process that has been started must be known to be stopped."""
-        starting = asyncio.create_task(ChildProcess.start(plan, LogFile(self._folder.log_path(plan.name))))
+        log = LogFile(self._folder.log_path(plan.name), told_elsewhere=plan.access_log_prefix)
+        starting = asyncio.create_task(ChildProcess.start(plan, log))
         try:
             await asyncio.shield(starting)
         finally:

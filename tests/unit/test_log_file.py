@@ -43,6 +43,14 @@ def test_last_lines_have_no_terminal_codes_and_no_empty_lines(tmp_path: Path) ->
     assert log.last_lines(5) == ["error: no", "unfinished"]
 
 
+def test_an_access_log_does_not_push_out_the_last_words(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "a.log", told_elsewhere="{")
+    log.write(b"critical: no memory\n" + b'{"status":200}\n' * TAIL_LINES + b'{"stat')
+    log.write(b'us":200}\n')
+    assert log.last_lines(5) == ["critical: no memory"]
+    assert log.path.read_text().count('{"status":200}\n') == TAIL_LINES + 1
+
+
 def test_the_last_lines_stay_readable_after_closing(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "a.log")
     log.write(b"bye\n")
