@@ -7,13 +7,15 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 
 
 @contextmanager
 def worker_processes() -> Iterator[ProcessPoolExecutor]:
     """One for each CPU. If the block is left by an exception, what has not begun is not begun any more."""
     # Ctrl-C goes to all of them: a worker that took it for an exception could keep a lock of their queue.
-    with ProcessPoolExecutor(os.cpu_count(), initializer=_end_when_interrupted) as executor:
+    context = get_context("forkserver")  # a fork of this process would be without its other threads
+    with ProcessPoolExecutor(os.cpu_count(), context, _end_when_interrupted) as executor:
         try:
             yield executor
         except BaseException:

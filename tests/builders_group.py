@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,16 +19,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from tests.builders_ports import free_port
+
 START_LIMIT_S = 30.0
 FAST = ("--time-scale", "10")
 """Steps of 2 ms instead of 20."""
-
-
-def free_port() -> int:
-    """A port nobody listens on, as far as one can know."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def eventually(condition: Callable[[], bool], limit_s: float = 10.0) -> bool:

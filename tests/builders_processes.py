@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gateway.plan import ProcessPlan, UnitPlan
+from tests.builders_ports import free_port
 
 SERVER = textwrap.dedent(
     """
@@ -76,14 +76,6 @@ class Journal:
 
     def _lines(self) -> list[list[str]]:
         return [line.split() for line in self.path.read_text().splitlines()] if self.path.exists() else []
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def process(name: str, journal: Journal, **options: object) -> ProcessPlan:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from tests.builders_docker import ROOT, Docker, NoDocker
-from tests.builders_processes import free_port
+from tests.builders_ports import free_port
 
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 VLLM_MODEL = "some/model"

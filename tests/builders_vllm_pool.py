@@ -21,9 +21,9 @@ import yaml
 
 from gateway.vllm_cpu import cpu_group
 from tests.builders_group import descendants
-from tests.builders_processes import free_port
+from tests.builders_ports import consecutive_free_ports, free_port
 from tests.builders_vllm import vllm_python
-from tests.builders_wavegate import COMMAND, consecutive_free_ports
+from tests.builders_wavegate import COMMAND
 from vllm_ranks.tiny_moe import write_tiny_moe
 
 START_LIMIT_S = 240.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from tests.builders_processes import command_line, free_port, is_running
+from tests.builders_ports import consecutive_free_ports, free_port
+from tests.builders_processes import command_line, is_running
 
 COMMAND = (sys.executable, "-P", "-m", "gateway.cli")
 
@@ -111,17 +111,3 @@ def embedded_group(size: int = 1, **fields: Any) -> dict[str, Any]:
         "data_parallel_rpc_port": free_port(),
         **fields,
     }
-
-
-def consecutive_free_ports(count: int) -> int:
-    """The first of `count` ports in a row that were free a moment ago."""
-    for _ in range(100):
-        first = free_port()
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError):
-            continue
-        return first
-    raise AssertionError(f"no {count} free ports in a row")

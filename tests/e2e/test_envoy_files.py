@@ -25,7 +25,7 @@ from tests.builders_envoy import RunningEnvoy, started_envoy
 from tests.builders_envoy_files import ENVOY, SAMPLES, content, with_addresses
 from tests.builders_modes import connection_manager, http_filter, listener, route
 from tests.builders_parts import StubRank, ok, picks, refusing_endpoint, stub_picker, stub_rank
-from tests.builders_processes import free_port
+from tests.builders_ports import free_port
 from tests.builders_wavegate import WavegateProcess, running_wavegate
 
 CHAT = "/v1/chat/completions"

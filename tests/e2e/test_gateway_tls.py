@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,13 @@ async def is_picked_for(folder: Path, envoy: dict[str, Any], tls: dict[str, Any]
         url = f"http://127.0.0.1:{config['envoy']['port']}/v1/chat/completions"
         async with running_wavegate(folder, "up") as up, httpx2.AsyncClient(timeout=30) as http:
             await up.says("serving on http://127.0.0.1:")
-            for _ in range(3):
-                assert (await http.post(url, json=CHAT)).status_code == 200
             admin = f"http://127.0.0.1:{config['gateway']['admin_port']}/status"
-            return bool((await http.get(admin)).json()["ranks"][0]["picks"])
+            for _ in range(30):  # the first may come before Envoy has connected to the gateway
+                assert (await http.post(url, json=CHAT)).status_code == 200
+                if (await http.get(admin)).json()["ranks"][0]["picks"]:
+                    return True
+                await asyncio.sleep(0.1)
+            return False
 
 
 async def test_a_certificate_for_the_gateway_is_all_it_takes(tmp_path: Path, authority: trustme.CA) -> None:

@@ -14,8 +14,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from tests.builders_processes import free_port
-from tests.builders_wavegate import consecutive_free_ports, running_wavegate, write_config
+from tests.builders_ports import consecutive_free_ports, free_port
+from tests.builders_wavegate import running_wavegate, write_config
 
 MODEL = "wavegate-embedded"
 FAST = ("--time-scale", "4", "--seed", "1")

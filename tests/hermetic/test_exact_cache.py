@@ -15,7 +15,8 @@ import pytest
 
 from gateway.config import Config
 from gateway.server import GatewayServer
-from tests.builders_group import FAST, RankProcess, free_port, rank
+from tests.builders_group import FAST, RankProcess, rank
+from tests.builders_ports import free_port
 from vllm_ranks.tiny_moe import write_tiny_moe
 
 BLOCK = 16

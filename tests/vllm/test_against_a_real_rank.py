@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.builders_group import RankProcess, eventually, free_port, rank
+from tests.builders_group import RankProcess, eventually, rank
+from tests.builders_ports import free_port
 from tests.builders_vllm import VLLM_PYTHON, real_rank_environment, vllm_python
 from vllm_ranks.tiny_moe import write_tiny_moe
 

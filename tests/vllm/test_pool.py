@@ -18,9 +18,8 @@ import pytest
 from gateway.config import Config
 from gateway.envoy_route import RANK_HEADER
 from gateway.server import GatewayServer
-from tests.builders_processes import free_port
+from tests.builders_ports import consecutive_free_ports, free_port
 from tests.builders_vllm_pool import RANKS, VllmPool, vllm_pool
-from tests.builders_wavegate import consecutive_free_ports
 from vllm_ranks.reports import kv_subscriber
 from vllm_ranks.reports.kv_events import Batch
 from vllm_ranks.reports.kv_subscriber import batch_of

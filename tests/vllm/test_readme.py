@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.builders_processes import free_port
+from tests.builders_ports import consecutive_free_ports, free_port
 from tests.builders_vllm import ROOT, vllm_python
-from tests.builders_wavegate import consecutive_free_ports, running_wavegate
+from tests.builders_wavegate import running_wavegate
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

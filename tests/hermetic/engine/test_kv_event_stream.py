@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from tests.builders_group import FAST, RankProcess, free_port, group, rank
+from tests.builders_group import FAST, RankProcess, group, rank
+from tests.builders_ports import free_port
 from vllm_ranks.engine.block_hash import event_hash, hash_prompt
 from vllm_ranks.engine.kv_events import END_OF_REPLAY
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.builders_group import FAST, RankProcess, eventually, free_port, rank, wait_until_serving
+from tests.builders_group import FAST, RankProcess, eventually, rank, wait_until_serving
+from tests.builders_ports import free_port
 
 
 def served_by_engine(served: RankProcess, engines: Sequence[int]) -> list[int]:

@@ -9,16 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders_group import (
-    FAST,
-    RankProcess,
-    descendants,
-    eventually,
-    free_port,
-    group,
-    is_running,
-    rank,
-)
+from tests.builders_group import FAST, RankProcess, descendants, eventually, group, is_running, rank
+from tests.builders_ports import free_port
 
 GRACE = ("--engine-dead-grace-seconds", "0.2")
 
