@@ -75,10 +75,13 @@ class EmbeddedGroup(GroupSection):
     """More options for single ranks, by index."""
 
     @model_validator(mode="after")
-    def _ports_fit(self) -> EmbeddedGroup:
+    def _is_consistent(self) -> EmbeddedGroup:
         last_port = self.port + self.data_parallel_size - 1
         if last_port > 65535:
             raise ValueError(f"port + data_parallel_size - 1 is {last_port}, above 65535; lower port")
+        for argument in contradictions(self.args):
+            instead = _field_instead(argument, EmbeddedGroup)
+            raise ValueError(f"args: wavegate itself gives the ranks {argument}; {instead}")
         for index in self.rank_args:
             if not 0 <= index < self.data_parallel_size:
                 raise ValueError(
@@ -195,7 +198,7 @@ class VllmGroup(ModelGroup):
                 f"tensor_parallel_size {self.tensor_parallel_size} each, which makes {needed}"
             )
         for argument in contradictions(self.args):
-            yield f"args: wavegate itself gives the ranks {argument}; {_field_instead(argument)}"
+            yield f"args: wavegate itself gives the ranks {argument}; {_field_instead(argument, VllmGroup)}"
 
     @property
     def lock_step(self) -> bool:
@@ -284,10 +287,10 @@ class VllmGroup(ModelGroup):
         return self.devices[first:last]
 
 
-def _field_instead(argument: str) -> str:
+def _field_instead(argument: str, group: type[Section]) -> str:
     """What to write instead of an option that the launcher decides."""
     name = argument.partition("=")[0].lstrip("-").replace("-", "_")
-    return f"write {name}: … instead" if name in VllmGroup.model_fields else "leave it out"
+    return f"write {name}: … instead" if name in group.model_fields else "leave it out"
 
 
 class AdoptedGroup(ModelGroup):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -85,6 +86,8 @@ def quality(
     seed: Seed = 0,
 ) -> None:
     """Replay a trace in virtual time under several policies and compare what requests get."""
+    if plot is not None and find_spec("matplotlib") is None:
+        fail("--plot needs matplotlib: make bench-env, or pip install 'wavegate[bench]'")
     targets = [parse_targets(text) for text in slo]
     budgets = parse_budgets(budget)
     requests = load_trace(trace, trace_format, speed=speed, duration_s=duration, seed=seed)
@@ -160,8 +163,14 @@ def capacity(
 
 
 def suite(
-    mooncake: Annotated[Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False)] = None,
-    azure: Annotated[Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False)] = None,
+    mooncake: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Mooncake's conversation trace."),
+    ] = None,
+    azure: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Azure's conversation trace."),
+    ] = None,
     a_fifth: Annotated[bool, typer.Option(help="Also every case at a fifth of its load.")] = True,
     capacity: Annotated[bool, typer.Option(help="Also the load that each policy carries.")] = True,
     json_path: Json = None,
@@ -297,10 +306,7 @@ def _draw(
             record_steps=True,
         )
         minutes.append((f"{cell.policy} at budget {cell.budget_tokens}", record))
-    try:
-        draw(path, cells, minutes, from_s=MINUTE_FROM_SHARE * requests[-1].at_s)
-    except ModuleNotFoundError:
-        fail("--plot needs matplotlib: pip install 'wavegate[bench]'")
+    draw(path, cells, minutes, from_s=MINUTE_FROM_SHARE * requests[-1].at_s)
 
 
 def _time_model(

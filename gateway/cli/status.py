@@ -65,9 +65,9 @@ async def _watch(admin_url: str, as_json: bool) -> None:
         console = Console()
         if not console.is_terminal:
             while True:
-                console.print(
-                    status_view(parse_status(await read_status(session, admin_url)), width=console.width)
-                )
+                status = parse_status(await read_status(session, admin_url))
+                console.print(status_view(status, width=console.width))
+                console.line()
                 await asyncio.sleep(WATCH_INTERVAL_S)
         with Live(console=console, auto_refresh=False) as live:
             shown: RenderableType = ""

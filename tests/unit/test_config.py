@@ -79,6 +79,10 @@ def test_options_for_a_rank_that_does_not_exist_are_refused() -> None:
     assert "ranks are 0 to 1" in reasons(embedded(data_parallel_size=2, rank_args={2: ["--slowdown", "8"]}))
 
 
+def test_options_of_ranks_that_wavegate_itself_gives_are_refused() -> None:
+    assert "gives the ranks --port; write port: … instead" in reasons(embedded(args=["--port", 1]))
+
+
 def test_groups_need_names_of_their_own() -> None:
     assert "groups[1].name: 'g0' is also that of groups[0]" in reasons(embedded(), embedded(port=9500))
 
