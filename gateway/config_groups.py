@@ -28,6 +28,8 @@ from vllm_ranks.launcher.command import (
     contradictions,
 )
 
+EMBEDDED_RANKS_OWN = "--kv-events-config"
+"""What the launcher gives to vLLM's ranks, and embedded ones can be given by their configuration."""
 GROUP_NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,31}$"
 
 
@@ -80,6 +82,8 @@ class EmbeddedGroup(GroupSection):
         if last_port > 65535:
             raise ValueError(f"port + data_parallel_size - 1 is {last_port}, above 65535; lower port")
         for argument in contradictions(self.args):
+            if argument.startswith(EMBEDDED_RANKS_OWN):
+                continue
             instead = _field_instead(argument, EmbeddedGroup)
             raise ValueError(f"args: wavegate itself gives the ranks {argument}; {instead}")
         for index in self.rank_args:

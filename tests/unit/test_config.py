@@ -81,6 +81,7 @@ def test_options_for_a_rank_that_does_not_exist_are_refused() -> None:
 
 def test_options_of_ranks_that_wavegate_itself_gives_are_refused() -> None:
     assert "gives the ranks --port; write port: … instead" in reasons(embedded(args=["--port", 1]))
+    assert config(embedded(args=["--kv-events-config", "{}"]))
 
 
 def test_groups_need_names_of_their_own() -> None:
