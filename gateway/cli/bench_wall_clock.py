@@ -79,6 +79,8 @@ def replay(
                 url.rstrip("/"), model, requests, concurrency=concurrency, api_key=api_key, on_done=on_done
             )
         )
+    if not any(one.finished_s is not None for one in result.served):
+        fail(f"no request was answered: {_counts(result.statuses)}")
     judged = score(RunRecord(result.served, 0.0, []), parse_targets(slo))
     console.print(tables.wall_clock_table([("", judged, result.elapsed_s, dict(result.by_rank))]))
     console.print(f"answers: {_counts(result.statuses)}")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.lock_step import DecodeSpeed, measure
 from benchmarks.replay import prompt_text, replay
 from benchmarks.traces import TraceRequest
+from gateway.cli import main
 from tests.builders_group import RankProcess, group
 
 MODEL = "wavegate-embedded"
@@ -46,6 +49,15 @@ class TestReplay:
     async def test_a_server_that_is_not_there_is_counted_too(self) -> None:
         result = await replay("http://127.0.0.1:9", MODEL, [TraceRequest(0.0, 20, 5)])
         assert result.statuses == {"ClientConnectorError": 1}
+
+    def test_where_nothing_is_answered_nothing_is_shown_as_measured(self, tmp_path: Path) -> None:
+        trace = tmp_path / "trace.csv"
+        trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,20,5\n")
+        command = ("bench", "replay", "--trace", str(trace), "--format", "azure", "--model", MODEL)
+        shown = CliRunner().invoke(main, [*command, "--url", "http://127.0.0.1:9"])
+        assert shown.exit_code == 1
+        assert "no request was answered: 1 × ClientConnectorError" in shown.output
+        assert "TTFT" not in shown.output
 
     def test_equal_blocks_become_equal_text(self) -> None:
         one = prompt_text(TraceRequest(0.0, 1100, 1, blocks=(7, 8)), number=1)
