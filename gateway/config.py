@@ -33,7 +33,8 @@ class SupervisionSection(Section):
     hang_after_s: Seconds = 2.0
     """A rank that has requests and makes no progress for so long takes its group out of rotation."""
     restart_hung_after_s: Seconds = 30.0
-    """A hang this long ends in a restart of the group; a shorter one may pass."""
+    """A hang this long ends in a restart of the group; a shorter one may pass. Not shorter than
+    hang_after_s."""
     warm_up_timeout_s: Seconds = 120.0
     """How long the first request to a rank may take before its group serves."""
     first_backoff_s: Seconds = 1.0
@@ -45,6 +46,25 @@ class SupervisionSection(Section):
     """After so many a group is given up, with a message."""
     silent_after_s: Seconds = 120.0
     """A rank that loads and writes nothing for so long is named."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> SupervisionSection:
+        problems = []
+        if self.restart_hung_after_s < self.hang_after_s:
+            problems.append(
+                f"restart_hung_after_s: {self.restart_hung_after_s:g} s is shorter than hang_after_s "
+                f"({self.hang_after_s:g} s): a hang would end in a restart as soon as it is noticed; raise "
+                "it, or lower hang_after_s"
+            )
+        if self.max_backoff_s < self.first_backoff_s:
+            problems.append(
+                f"max_backoff_s: {self.max_backoff_s:g} s is shorter than first_backoff_s "
+                f"({self.first_backoff_s:g} s): no pause would be as long as the first; raise it, or lower "
+                "first_backoff_s"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
 
 
 class Config(Section):

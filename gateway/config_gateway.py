@@ -13,7 +13,16 @@ from pydantic import Field, field_validator, model_validator
 from ext_proc.policies import make_policy, policy_names
 from ext_proc.protocol_names import EXPLAIN_HEADER, TENANT_HEADER
 from ext_proc.request_head import HeadNames
-from gateway.config_types import LOOPBACK, HeaderName, IpAddress, ListenAddress, Port, Seconds, Section
+from gateway.config_types import (
+    LOOPBACK,
+    HeaderName,
+    IpAddress,
+    ListenAddress,
+    Port,
+    Seconds,
+    Section,
+    wrong_choice,
+)
 
 
 class ReportsSection(Section):
@@ -131,7 +140,7 @@ class GatewaySection(Section):
     @classmethod
     def _policy_exists(cls, value: str) -> str:
         if value not in policy_names():
-            raise ValueError(f"no policy is called {value!r}; write one of: {', '.join(policy_names())}")
+            raise ValueError(wrong_choice(f'"{value[:60]}"', value, policy_names()))
         return value
 
     @model_validator(mode="after")

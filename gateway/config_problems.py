@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from gateway.config import Config
 from gateway.config_groups import GROUP_NAME_PATTERN, AdoptedGroup, EmbeddedGroup, VllmGroup
-from gateway.config_types import Section
+from gateway.config_types import Section, wrong_choice
 
 Keys = tuple[str | int, ...]
 
@@ -217,9 +217,7 @@ def _text(value: object, context: Mapping[str, Any]) -> str:
 
 def _choice(value: object, context: Mapping[str, Any]) -> str:
     allowed = re.findall(r"'([^']*)'", context["expected"])
-    if near := difflib.get_close_matches(str(value), allowed, n=1):
-        return f"is {_shown(value)}; did you mean {near[0]}?"
-    return f"is {_shown(value)}; write one of: {', '.join(allowed)}"
+    return wrong_choice(_shown(value), str(value), allowed)
 
 
 def _pattern(value: object, context: Mapping[str, Any]) -> str:

@@ -5,8 +5,10 @@ Must never know a section's fields.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -36,6 +38,13 @@ def split_endpoint(text: str) -> tuple[str, int]:
     return _ip_address(host.removeprefix("[").removesuffix("]")), int(port)
 
 
+def wrong_choice(shown: str, value: str, choices: Collection[str]) -> str:
+    """What to say of a value, `shown` as it stands in the file, that is none of `choices`."""
+    if near := difflib.get_close_matches(value, choices, n=1):
+        return f"is {shown}; did you mean {near[0]}?"
+    return f"is {shown}; write one of: {', '.join(choices)}"
+
+
 def _ip_address(value: str) -> str:
     try:
         return str(ipaddress.ip_address(value))
@@ -58,6 +67,18 @@ def _reachable_ip_address(value: str) -> str:
     if address.is_unspecified:
         raise ValueError(f"{value!r} names no machine, so Envoy cannot send to it; write the address of one")
     return str(address)
+
+
+def _not_a_bare_port(example: str) -> BeforeValidator:
+    """Answers a port alone, quoted or not, with the whole address to write."""
+
+    def check(value: object) -> object:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number or (isinstance(value, str) and value.isdecimal()):
+            raise ValueError(f"is {value}, without an address; write {example}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _canonical_endpoint(value: str) -> str:
@@ -97,9 +118,24 @@ MAX_UNIX_PATH_BYTES = 107
 
 IpAddress = Annotated[str, AfterValidator(_listening_ip_address), Field(examples=[LOOPBACK])]
 ReachableIpAddress = Annotated[str, AfterValidator(_reachable_ip_address), Field(examples=[LOOPBACK])]
-Endpoint = Annotated[str, AfterValidator(_canonical_endpoint), Field(examples=["10.0.0.1:8000"])]
-ListenAddress = Annotated[str, AfterValidator(_listen_address), Field(examples=[f"{LOOPBACK}:9002"])]
-GatewayAddress = Annotated[str, AfterValidator(_gateway_address), Field(examples=["10.0.0.2:9002"])]
+Endpoint = Annotated[
+    str,
+    _not_a_bare_port("ip:port, such as 10.0.0.1:8000"),
+    AfterValidator(_canonical_endpoint),
+    Field(examples=["10.0.0.1:8000"]),
+]
+ListenAddress = Annotated[
+    str,
+    _not_a_bare_port(f"ip:port, such as {LOOPBACK}:9002, or unix:/path"),
+    AfterValidator(_listen_address),
+    Field(examples=[f"{LOOPBACK}:9002"]),
+]
+GatewayAddress = Annotated[
+    str,
+    _not_a_bare_port("ip:port, such as 10.0.0.2:9002, or unix:/path"),
+    AfterValidator(_gateway_address),
+    Field(examples=["10.0.0.2:9002"]),
+]
 HeaderName = Annotated[str, AfterValidator(_header_name), Field(examples=["x-tenant"])]
 Argument = Annotated[str, BeforeValidator(_argument)]
 

@@ -82,6 +82,25 @@ def test_one_mistake_is_one_problem(text: str, expected: str) -> None:
         ("envoy: {access_log: no}", "YAML reads false here, not text; it must be text: put it in quotes"),
         ("envoy: {binary: 3}", "envoy.binary: is 3; it must be a path in quotes"),
         ("envoy: {mode: one-message}", 'envoy.mode: is "one-message"; did you mean one_message?'),
+        (
+            "gateway: {ext_proc_listen: 9002}",
+            "is 9002, without an address; write ip:port, such as 127.0.0.1:",
+        ),
+        ("gateway: {ext_proc_listen: '9002'}", "such as 127.0.0.1:9002, or unix:/path"),
+        (
+            "envoy: {standby_gateways: [9002]}",
+            "is 9002, without an address; write ip:port, such as 10.0.0.2:",
+        ),
+        ("gateway: {policy: lockstpe}", 'gateway.policy: is "lockstpe"; did you mean lockstep?'),
+        ("gateway: {policy: bogus}", 'gateway.policy: is "bogus"; write one of: lockstep, '),
+        (
+            "supervision: {hang_after_s: 60}",
+            "supervision.restart_hung_after_s: 30 s is shorter than hang_after_s (60 s): ",
+        ),
+        (
+            "supervision: {max_backoff_s: 0.5}",
+            "supervision.max_backoff_s: 0.5 s is shorter than first_backoff_s (1 s): ",
+        ),
         ("envoy: {mode: 3}", "envoy.mode: is 3; write one of: one_message, header_only, partial_body, "),
         ("envoy: {health_check: 3}", "is 3; it must be a section (indented `key: value` lines)"),
         ("gateway: {reports: {stale_after_s: 0}}", "is 0; it must be more than 0"),
