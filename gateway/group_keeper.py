@@ -105,7 +105,7 @@ class GroupKeeper:
             await self.unit.settle(SETTLE_S)
             failure = self.unit.account() if loss.process_ended else None
             await self.unit.stop(STUCK_STOP_S if loss.is_stuck or loss.lets_finish else None)
-            await self._start_again(failure, lost_at_s - serving_since_s)
+            await self._start_again(failure, lost_at_s - serving_since_s, loss.reason)
             back = await self._bring_back()
             took_s = loop.time() - lost_at_s
             self._progress.note(f"{self.unit.plan.name} is {back} {took_s:.1f} s after it was lost")
@@ -118,8 +118,8 @@ class GroupKeeper:
             return "ready, but others keep it out of rotation,"
         return "back in rotation"
 
-    async def _start_again(self, failure: str | None, served_s: float) -> None:
-        """Start the group; `failure` is what is still to be told of the one before."""
+    async def _start_again(self, failure: str | None, served_s: float, told: str) -> None:
+        """Start the group; `failure` is how the one before failed, of which people know the line `told`."""
         name = self.unit.plan.name
         while True:
             wait_s = self._restarts.failed(served_s)
@@ -128,8 +128,7 @@ class GroupKeeper:
                     f"{name} failed {self._restarts.failures_in_a_row} times in a row and is given up"
                     + ("" if failure is None else f"; at last: {failure}")
                 )
-            told = "" if failure is None else f"{failure}\n"
-            self._progress.problem(f"{told}restarting {name} in {wait_s:g} s")
+            self._progress.problem(f"{_news(failure, told)}restarting {name} in {wait_s:g} s")
             await asyncio.sleep(wait_s)
             try:
                 await self.start()
@@ -242,3 +241,11 @@ class GroupKeeper:
         await asyncio.wait({idle, ended}, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         ended.cancel()
+
+
+def _news(failure: str | None, told: str) -> str:
+    """The lines of a failure, but for a first one that people have been told; each ends with a line end."""
+    if failure is None or failure == told:
+        return ""
+    first, _, words = failure.partition("\n")
+    return f"its last words:\n{words}\n" if first == told else f"{failure}\n"

@@ -162,7 +162,8 @@ async def test_a_group_that_loses_a_rank_leaves_rotation_first_and_comes_back_la
     assert sorted(events[4:6]) == ["started a", "started b"]
     assert events[6] == "in g"
     assert scene.gateway.orders == [("g", False, "supervisor"), ("g", True, "supervisor")]
-    assert "b ended with signal SIGKILL" in scene.told
+    assert scene.told.count("b ended with signal SIGKILL") == 1
+    assert "! its last words:\n  | b says hello\nrestarting group g in " in scene.told
     assert running(scene.journal.pids()) == []
 
 
