@@ -6,7 +6,7 @@ Each check is a function from the configuration and a machine to findings. Looks
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Protocol
 from gateway.config import Config
 from gateway.config_groups import VllmGroup
 from gateway.plan import node_of
+from gateway.resolve import OpenQuestion
 
 TESTED_VLLM = "0.32"
 ENOUGH_SHM_BYTES = 1 << 30
@@ -99,13 +100,16 @@ class Machine(Protocol):
 Check = Callable[[Config, int | None, Machine], Iterator[Finding]]
 
 
-def examine(config: Config, node: int | None, machine: Machine) -> list[Finding]:
+def examine(
+    config: Config, node: int | None, machine: Machine, open_questions: Sequence[OpenQuestion] = ()
+) -> list[Finding]:
     """All findings, in the order in which they would stop a launch.
 
     Args:
-        config: with the kind of every model known.
+        config: with the kind of every model known, but for the open questions.
         node: which of the machines of spread groups this is; `None`: the one that runs gateway and Envoy.
         machine: this one.
+        open_questions: what a launch would need to know and could not find out.
     """
     checks: tuple[Check, ...] = (
         _platform,
@@ -118,7 +122,10 @@ def examine(config: Config, node: int | None, machine: Machine) -> list[Finding]
         _files,
         _envoy,
     )
-    return [finding for check in checks for finding in check(config, node, machine)]
+    return [
+        *(Finding(Level.PROBLEM, one.field, one.question, one.remedy) for one in open_questions),
+        *(finding for check in checks for finding in check(config, node, machine)),
+    ]
 
 
 def _groups_here(config: Config, node: int | None) -> list[tuple[str, VllmGroup, int]]:

@@ -23,29 +23,59 @@ class Unresolved(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class OpenQuestion:
+    """Something that has to be known before a launch and cannot be found out here."""
+
+    field: str
+    """Key path of what would answer it."""
+    question: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.question}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration in which every group is what it is called."""
+    """A configuration in which every group is what it is called, but for the open questions."""
 
     config: Config
     notes: tuple[str, ...]
     """What was found out and done, a line each."""
+    open_questions: tuple[OpenQuestion, ...] = ()
 
 
 def resolve(config: Config, is_moe: ModelKind = is_mixture_of_experts) -> Resolved:
     """Find out what the groups' models are. Raises Unresolved."""
+    resolved = resolve_what_can_be(config, is_moe)
+    if resolved.open_questions:
+        raise Unresolved("\n".join(map(str, resolved.open_questions)))
+    return resolved
+
+
+def resolve_what_can_be(config: Config, is_moe: ModelKind = is_mixture_of_experts) -> Resolved:
+    """The same, but a group whose model's kind cannot be told stays as it is, with an open question.
+
+    Raises Unresolved if the replicas of dense models clash with other groups.
+    """
     groups: list[Group] = []
     notes: list[str] = []
-    problems: list[str] = []
+    open_questions: list[OpenQuestion] = []
     for position, group in enumerate(config.groups):
         if not isinstance(group, VllmGroup):
             groups.append(group)
             continue
         moe = group.moe if group.moe is not None else is_moe(group.served, {**os.environ, **group.env})
         if moe is None and group.data_parallel_size > 1:
-            problems.append(
-                f"groups[{position}].moe: whether {group.served} is a mixture of experts cannot be told, for "
-                "its config.json is not on this machine; write moe: true or moe: false"
+            open_questions.append(
+                OpenQuestion(
+                    f"groups[{position}].moe",
+                    f"whether {group.served} is a mixture of experts cannot be told, for its config.json is "
+                    "not on this machine",
+                    "write moe: true or moe: false",
+                )
             )
+            groups.append(group)
         elif moe or group.data_parallel_size == 1:
             groups.append(group.model_copy(update={"moe": bool(moe)}))
         else:
@@ -56,8 +86,6 @@ def resolve(config: Config, is_moe: ModelKind = is_mixture_of_experts) -> Resolv
                 f"load-balancer mode: {len(replicas)} independent replicas, groups {replicas[0].name} to "
                 f"{replicas[-1].name}, each of one rank"
             )
-    if problems:
-        raise Unresolved("\n".join(problems))
     try:
         # Anew, because replicas have names that other groups may have.
         data = config.model_dump(by_alias=True)
@@ -66,4 +94,4 @@ def resolve(config: Config, is_moe: ModelKind = is_mixture_of_experts) -> Resolv
     except ValidationError as error:
         reasons = "\n".join(str(detail["ctx"]["error"]) for detail in error.errors())
         raise Unresolved(f"with a group for each replica of dense models, {reasons}") from None
-    return Resolved(resolved, tuple(notes))
+    return Resolved(resolved, tuple(notes), tuple(open_questions))

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, load_resolved
+from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, load_resolved_where_possible
 from gateway.doctor import Finding, Level, examine
 from gateway.this_machine import ThisMachine
 
@@ -30,8 +30,8 @@ def doctor(
     Looks at vLLM and its version, GPUs against ranks and tensor parallelism, the model's files, ports, the
     way to rank 0, shared memory, limits, and Envoy. Starts nothing. Exit status 1 if something will not work.
     """
-    loaded = load_resolved(config)
-    findings = examine(loaded, node, ThisMachine(loaded))
+    loaded = load_resolved_where_possible(config)
+    findings = examine(loaded.config, node, ThisMachine(loaded.config), loaded.open_questions)
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
         _show(console, finding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -14,7 +15,7 @@ from gateway.config_types import endpoint
 from gateway.plan import reachable
 from gateway.ports import port_problems
 from gateway.prompt_tokenizer import TokenizerError, tokenise_of
-from gateway.resolve import Unresolved, resolve
+from gateway.resolve import Resolved, Unresolved, resolve, resolve_what_can_be
 
 ConfigPath = Annotated[
     Path, typer.Option("--config", "-c", metavar="FILE", help="The configuration, a wavegate.yaml.")
@@ -51,13 +52,22 @@ def load_config(path: Path) -> Config:
 
 def load_resolved(path: Path) -> Config:
     """The configuration with every group as it will run; what had to be found out is told on stderr."""
+    return _resolved(path, resolve).config
+
+
+def load_resolved_where_possible(path: Path) -> Resolved:
+    """The same for those who can work with open questions, which are left to them to tell."""
+    return _resolved(path, resolve_what_can_be)
+
+
+def _resolved(path: Path, how: Callable[[Config], Resolved]) -> Resolved:
     try:
-        resolved = resolve(load_config(path))
+        resolved = how(load_config(path))
     except Unresolved as error:
         fail(f"{path}: {error}", status=2)
     for note in resolved.notes:
         typer.echo(note, err=True)
-    return resolved.config
+    return resolved
 
 
 def require_tokenizers(config: Config, path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from gateway.cli import main
 from gateway.config import Config
 from gateway.config_groups import VllmGroup
 from gateway.doctor import Finding, Level, Reachability, examine
@@ -143,6 +145,26 @@ def test_a_models_folder_must_be_complete(files: list[str] | None, args: list[st
     (finding,) = (f for f in found if f.subject == "model")
     assert finding.level is (Level.FINE if text is None else Level.PROBLEM)
     assert text is None or text in finding.text
+
+
+def test_a_model_of_unknown_kind_is_a_problem_among_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wavegate.yaml").write_text(
+        "groups: [{engine: vllm, name: a, model: org/unheard-of, data_parallel_size: 2, executable: no-vllm}]"
+    )
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    shown = CliRunner().invoke(main, ["doctor", "-c", str(tmp_path / "wavegate.yaml")])
+    assert shown.exit_code == 1
+    lines = [" ".join(line.split()) for line in shown.output.splitlines()]
+    question = lines.index(
+        "✗ groups[0].moe: whether org/unheard-of is a mixture of experts cannot be told, for its config.json "
+        "is not on this machine"
+    )
+    assert lines[question + 1] == "write moe: true or moe: false"
+    subjects = {line.split()[1] for line in lines if line[:1] in "✓!✗"}
+    assert {"vLLM:", "GPUs:", "model:", "open", "Envoy:"} <= subjects
 
 
 def test_taken_ports_are_problems() -> None:

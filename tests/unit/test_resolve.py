@@ -9,7 +9,7 @@ import pytest
 
 from gateway.config import Config
 from gateway.config_groups import VllmGroup
-from gateway.resolve import Resolved, Unresolved, resolve
+from gateway.resolve import Resolved, Unresolved, resolve, resolve_what_can_be
 
 
 def config(*groups: dict[str, Any]) -> Config:
@@ -63,6 +63,12 @@ def test_what_cannot_be_found_out_must_be_said() -> None:
         Unresolved, match=r"groups\[1\]\.moe: whether org/model .* write moe: true or moe: false"
     ):
         resolved(None, {"moe": True}, {})
+
+
+def test_what_cannot_be_found_out_is_a_question_to_those_who_can_do_without_the_answer() -> None:
+    result = resolve_what_can_be(config({}, {"moe": False}), lambda _model, _environment: None)
+    assert [question.field for question in result.open_questions] == ["groups[0].moe"]
+    assert [group.name for group in result.config.groups] == ["g0", "g1-0", "g1-1"]
 
 
 def test_one_rank_alone_is_an_ordinary_server_whatever_the_model() -> None:
