@@ -137,16 +137,14 @@ def _measured(status: Status, name: str | None, load: Load | None, ranks: int | 
         fail(f"--group: there is no group {name!r}; there are: {known}", status=2)
     for group in groups:
         if group.observations < FEWEST_OBSERVATIONS:
-            typer.echo(
-                f"{group.name}: its step times are hardly learned yet ({group.observations} observations); "
-                "ask again after some traffic",
-                err=True,
+            console.print(
+                f"{group.name}: its step times are hardly learned yet ({group.observations} observations) "
+                "and mostly those of the configuration; ask again after some traffic."
             )
         if load is None and not group.decoding_sequences:
-            typer.echo(
-                f"{group.name}: nothing decodes just now; say what the busiest rank will have to do: "
-                "--decoding-sequences N --kv-tokens N",
-                err=True,
+            console.print(
+                f"{group.name}: nothing decodes just now, so the table assumes that nothing will; "
+                "--decoding-sequences N and --kv-tokens N say what the busiest rank will have to do."
             )
     return [_subject(status, group, load, ranks) for group in groups]
 
