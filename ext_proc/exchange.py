@@ -191,7 +191,8 @@ class Exchange:
             assert self._request is not None
             replies = self._request.on_placed(tuple(rank.endpoint for rank in decision.pick.ranks))
             if decision.reservation.facts.wants_explanation:
-                self._explanation = in_one_line(decision)
+                ignored = self._request.head.priority_is_ignored
+                self._explanation = in_one_line(decision, priority_is_ignored=ignored)
                 return _explained(replies, self._explanation)
             return replies
         if isinstance(decision, Refused):

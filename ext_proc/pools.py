@@ -76,6 +76,10 @@ class Pools:
             return self.default
         return self._by_name.get(model) or self._by_adapter.get(model) or self.default
 
+    def knows(self, model: str) -> bool:
+        """Whether a group is known to serve that name."""
+        return model in self._by_name or model in self._by_adapter
+
     def is_adapter(self, model: str | None) -> bool:
         """Whether a rank was seen to run an adapter of that name."""
         return model in self._by_adapter

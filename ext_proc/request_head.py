@@ -75,6 +75,8 @@ class RequestHead:
     """What the conformance tests' header asks for."""
     priority: int | None = None
     """`None`: what the body says counts."""
+    priority_is_ignored: bool = False
+    """Whether the header that names the priority holds something else than an integer of up to 9 digits."""
     tenant: str = ""
     session: int | None = None
     """A hash of the session's name, so that its length does not matter."""
@@ -117,6 +119,7 @@ def head_of_values(headers: Mapping[str, str], names: HeadNames) -> RequestHead:
         control_headers=tuple(sorted(CONTROL_HEADERS & headers.keys())),
         test_selection=headers.get(TEST_SELECTION_HEADER),
         priority=_priority(header(PRIORITY_HEADER)),
+        priority_is_ignored=_is_ignored(header(PRIORITY_HEADER)),
         tenant=_tenant(header, (names.tenant, *FAIRNESS_HEADERS)),
         session=_session(header, names),
         wants_explanation=_wants_explanation(header, names),
@@ -140,6 +143,7 @@ def head_of_attributes(message: ProcessingRequest, names: HeadNames = DEFAULT_NA
         path=text(PATH_ATTRIBUTE),
         request_id=text(REQUEST_ID_ATTRIBUTE),
         priority=_priority(header(PRIORITY_HEADER)),
+        priority_is_ignored=_is_ignored(header(PRIORITY_HEADER)),
         tenant=_tenant(header, (names.tenant,)),
         session=_session(header, names),
         wants_explanation=_wants_explanation(header, names),
@@ -161,6 +165,10 @@ def _attribute(header: str) -> str:
 
 def _priority(text: str) -> int | None:
     return int(text) if _INTEGER.fullmatch(text) else None
+
+
+def _is_ignored(priority: str) -> bool:
+    return bool(priority) and _priority(priority) is None
 
 
 def _tenant(header: Callable[[str], str], names: tuple[str, ...]) -> str:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from ext_proc.admission import Admission
@@ -46,7 +47,20 @@ def admin_app(
             return web.Response(text="ok\n")
         return web.Response(status=503, text="not ready: starting or draining\n")
 
-    app = web.Application(client_max_size=64 * 1024)
+    @web.middleware
+    async def tell_routes(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if isinstance(request.match_info.http_exception, web.HTTPNotFound):
+            routes = (
+                f"{route.method} {route.resource.canonical}"
+                for route in request.app.router.routes()
+                if route.resource is not None and route.method != hdrs.METH_HEAD
+            )
+            return web.Response(
+                status=404, text="there is no such path; there are:\n" + "\n".join(routes) + "\n"
+            )
+        return await handler(request)
+
+    app = web.Application(client_max_size=64 * 1024, middlewares=[tell_routes])
     app.add_routes(
         [
             web.get("/status", get_status),

@@ -8,6 +8,7 @@ otherwise; what it is sent is bounded.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -15,11 +16,12 @@ from aiohttp import web
 
 from ext_proc.admission import Admission, Prospect
 from ext_proc.decision import Refused
-from ext_proc.facts import Tokenise, read_facts
+from ext_proc.explanation import PRIORITY_IGNORED
+from ext_proc.facts import BodyFields, Tokenise, call_kind, facts_of, parse, with_tokens
 from ext_proc.ledger import Ledger
 from ext_proc.picker import Busy
-from ext_proc.request_head import HeadNames, head_of_values
-from ext_proc.vocabulary import Pick, RequestFacts
+from ext_proc.request_head import HeadNames, RequestHead, head_of_values
+from ext_proc.vocabulary import CallKind, Pick, RequestFacts
 
 DEFAULT_PATH = "/v1/chat/completions"
 
@@ -62,6 +64,23 @@ def _outcome(prospect: Prospect) -> dict[str, Any]:
     return {"outcome": "hold", "until": outcome.account.rank.name if isinstance(outcome, Busy) else "a phase"}
 
 
+def _notes(
+    head: RequestHead, fields: BodyFields | None, facts: RequestFacts, ledger: Ledger
+) -> Iterator[str]:
+    """What a person may not have meant, and what becomes of it."""
+    default = next(iter(ledger.pools.default.groups[0].models), "the first group")
+    if facts.model is None and facts.kind is not CallKind.OTHER:
+        missing = "the body is not a JSON object" if fields is None else "the body names no model"
+        yield (
+            f"{missing}: a rank of {default} gets it, chosen by what could be read, and answers it; in the "
+            "endpoint_picker modes it is answered 400 (gateway.endpoint_picker.pass_malformed_bodies)"
+        )
+    elif facts.model is not None and not ledger.pools.knows(facts.model):
+        yield f"no group is known to serve {facts.model!r}: a rank of {default} gets it, and answers it"
+    if head.priority_is_ignored:
+        yield PRIORITY_IGNORED
+
+
 def explain_routes(
     ledger: Ledger,
     admission: Admission,
@@ -75,10 +94,11 @@ def explain_routes(
         body = await _read(request, max_body_bytes)
         headers = {name.lower(): value for name, value in request.headers.items()}
         path = request.query.get("path", DEFAULT_PATH)
-        facts = head_of_values(headers, names).complete(read_facts(path, body, "explain", tokenise))
-        prospect = admission.prospect(facts, time.monotonic())
-        answer = msgspec.json.encode(explanation(facts, prospect, ledger, admission))
-        return web.Response(body=answer, content_type="application/json")
+        head, fields = head_of_values(headers, names), parse(body)
+        facts = head.complete(with_tokens(facts_of(call_kind(path), fields, "explain"), body, tokenise))
+        explained = explanation(facts, admission.prospect(facts, time.monotonic()), ledger, admission)
+        explained["notes"] = list(_notes(head, fields, facts, ledger))
+        return web.Response(body=msgspec.json.encode(explained), content_type="application/json")
 
     return [web.post("/explain", post_explain)]
 

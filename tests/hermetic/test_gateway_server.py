@@ -266,7 +266,37 @@ async def test_what_would_be_decided_is_explained_and_nothing_is_reserved(run_ga
         assert (row["readiness"], row["cached_tokens"]) == ("ready", 0)
     assert (await embedding.json())["request"]["kind"] == "embedding"
     assert (await nonsense.json())["request"]["model"] is None
+    assert explained["notes"] == []
     assert [(row["reservations"], row["picks"]) for row in status["ranks"]] == [(0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("body", "priority", "note"),
+    [
+        (b"no json", "1", "the body is not a JSON object: a rank of m gets it, "),
+        (b'{"prompt": "x"}', "1", "the body names no model: a rank of m gets it, "),
+        (b'{"model": "x"}', "1", "no group is known to serve 'x': a rank of m gets it, and answers it"),
+        (b'{"model": "m"}', "high", "x-wavegate-priority is ignored, "),
+    ],
+)
+async def test_what_a_person_may_not_have_meant_is_explained_with_what_becomes_of_it(
+    run_gateway: RunGateway, body: bytes, priority: str, note: str
+) -> None:
+    async with StandInRank() as rank, run_gateway([rank.endpoint]) as gateway:
+        answer = await gateway.post("/explain", body, {"x-wavegate-priority": priority})
+        (told,) = (await answer.json())["notes"]
+    assert told.startswith(note)
+
+
+async def test_a_path_that_is_none_is_answered_with_those_there_are(run_gateway: RunGateway) -> None:
+    async with StandInRank() as rank, run_gateway([rank.endpoint]) as gateway:
+        lost, unknown_group = await gateway.get("/explian"), await gateway.get("/groups/g7")
+        assert (lost.status, unknown_group.status) == (404, 404)
+        assert {"GET /status", "POST /explain", "PUT /groups/{name}/rotation"} <= set(
+            (await lost.text()).splitlines()
+        )
+        assert await unknown_group.text() == "there is no group 'g7'\n"
+        assert (await gateway.get("/explain")).status == 405
 
 
 async def test_an_explanation_takes_no_body_larger_than_a_request_may_have(run_gateway: RunGateway) -> None:
@@ -317,9 +347,11 @@ async def test_advice_is_given_by_what_a_running_gateway_has_learned(run_gateway
         shown = await asyncio.to_thread(CliRunner().invoke, main, options)
         elsewhere = await asyncio.to_thread(CliRunner().invoke, main, [*options, "--group", "g7"])
     assert shown.exit_code == 0
-    assert "g0: its step times are hardly learned yet" in shown.output
-    assert "g0: nothing decodes just now" in shown.output
-    assert "Best: --max-num-batched-tokens 896" in shown.output
-    assert "Expected against 2048 now: 92 instead of 184 ms between tokens" in " ".join(shown.output.split())
+    advice = " ".join(shown.stdout.split())
+    assert shown.stderr == ""
+    assert "g0: its step times are hardly learned yet" in advice
+    assert "g0: nothing decodes just now, so the table assumes that nothing will; " in advice
+    assert "Best: --max-num-batched-tokens 896" in advice
+    assert "Expected against 2048 now: 92 instead of 184 ms between tokens" in advice
     assert elsewhere.exit_code == 2
     assert "there is no group 'g7'; there are: g0" in elsewhere.output

@@ -178,6 +178,15 @@ def test_where_the_response_passes_by_the_decision_is_added_to_its_headers() -> 
     assert shown["x-wavegate-decision"].startswith("rank=g0/0")
 
 
+def test_a_priority_that_is_no_number_is_told_of_in_the_decision() -> None:
+    for priority, is_told in (("high", True), ("7", False)):
+        headers = [("x-wavegate-explain", "1"), ("x-wavegate-priority", priority)]
+        (told,) = decisions_told(Stream().tell(*REQ(headers=headers)))
+        assert (
+            told.endswith("; x-wavegate-priority is ignored, being no integer of up to 9 digits") is is_told
+        )
+
+
 _bodies = st.sampled_from([b"", BODY, BODY[:17], BODY[17:], b"x" * 400])
 _messages = st.one_of(
     st.builds(lambda e: ProcessingRequest(request_headers=HttpHeaders(end_of_stream=e)), st.booleans()),

@@ -79,7 +79,7 @@ def in_both(names: HeadNames = NAMES, **values: str) -> RequestHead:
     by_attributes = head_of_attributes(attributes(**values), names)
     pairs = [(name.replace("_", "-"), value.encode()) for name, value in values.items()]
     by_headers = head_of_headers(headers(*pairs), names)
-    for field in ("priority", "tenant", "session", "wants_explanation"):
+    for field in ("priority", "priority_is_ignored", "tenant", "session", "wants_explanation"):
         assert getattr(by_attributes, field) == getattr(by_headers, field)
     return by_attributes
 
@@ -96,7 +96,9 @@ def test_every_header_that_is_read_is_among_the_attributes_asked_for() -> None:
     [("-3", -3), ("0", 0), ("7", 7), ("", None), ("high", None), ("1.5", None), ("9" * 10, None)],
 )
 def test_a_priority_is_an_integer_or_none(text: str, priority: int | None) -> None:
-    assert in_both(x_wavegate_priority=text).priority == priority
+    head = in_both(x_wavegate_priority=text)
+    assert head.priority == priority
+    assert head.priority_is_ignored is (priority is None and text != "")
 
 
 def test_the_priority_of_the_header_goes_before_that_of_the_body() -> None:
