@@ -15,6 +15,7 @@ from benchmarks.matrix import OnDone
 from benchmarks.traces import READERS, TraceError, TraceRequest, load
 from ext_proc.policies import policy_names
 from ext_proc.settings import Targets
+from gateway.cli.choices import none_of
 from gateway.cli.options import fail
 from vllm_ranks.engine.time_model import PRESETS
 
@@ -60,7 +61,7 @@ def load_trace(
     path: Path, trace_format: str, *, speed: float, duration_s: float, seed: int
 ) -> list[TraceRequest]:
     if trace_format not in READERS:
-        fail(f"--format: {trace_format!r} is none of {', '.join(READERS)}", status=2)
+        fail(f"--format: {none_of(trace_format, READERS)}", status=2)
     try:
         return load(path, trace_format, speed=speed, duration_s=duration_s, seed=seed)
     except TraceError as error:
@@ -71,7 +72,7 @@ def chosen_policies(names: list[str] | None) -> list[str]:
     known = policy_names()
     for name in names or []:
         if name not in known:
-            fail(f"--policy: {name!r} is none of {', '.join(known)}", status=2)
+            fail(f"--policy: {none_of(name, known)}", status=2)
     return names or known
 
 

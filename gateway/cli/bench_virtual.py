@@ -51,6 +51,7 @@ from gateway.cli.bench_options import (
     progress_bar,
     staged_progress_bar,
 )
+from gateway.cli.choices import none_of
 from gateway.cli.options import fail
 from vllm_ranks.engine.time_model import DEFAULT_PRESET, PRESETS, StepTimeModel
 
@@ -317,7 +318,7 @@ def _time_model(
     kv_ns: float | None,
 ) -> StepTimeModel:
     if preset not in PRESETS:
-        fail(f"--model-preset: {preset!r} is none of {', '.join(PRESETS)}", status=2)
+        fail(f"--model-preset: {none_of(preset, PRESETS)}", status=2)
     given = {
         "fixed_s": fixed_ms and fixed_ms / 1e3,
         "per_prefill_token_s": prefill_us and prefill_us / 1e6,

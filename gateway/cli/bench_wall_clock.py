@@ -52,6 +52,7 @@ from gateway.cli.bench_options import (
     progress_bar,
     staged_progress_bar,
 )
+from gateway.cli.choices import none_of
 from gateway.cli.options import fail
 from gateway.config_groups import EmbeddedGroup
 
@@ -221,7 +222,7 @@ def _contenders(
         found["sglang-router cache_aware"] = router(sglang_router, "cache_aware")
     for name in names or []:
         if name not in found:
-            fail(f"--contender: {name!r} is none of {', '.join(found)}", status=2)
+            fail(f"--contender: {none_of(name, found)}", status=2)
     return {name: found[name] for name in names or found}
 
 

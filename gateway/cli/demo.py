@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from gateway.cli.choices import one_of, shown
 from gateway.cli.options import fail
 from gateway.config import Config
 from gateway.config_envoy import EnvoySection
@@ -52,7 +53,9 @@ def demo(
     engine: Annotated[
         DemoEngine,
         typer.Option(
-            help="vllm-cpu: real vLLM ranks of a tiny model, from the environment of make vllm-env."
+            parser=one_of(DemoEngine),
+            metavar=shown(DemoEngine),
+            help="vllm-cpu: real vLLM ranks of a tiny model, from the environment of make vllm-env.",
         ),
     ] = DemoEngine.EMBEDDED,
     vllm: Annotated[

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from gateway.cli.choices import one_of, shown
 from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_resolved
 from gateway.envoy_config import render, to_yaml
 from gateway.envoy_parts import Part, place_of, render_part
@@ -23,7 +24,12 @@ def envoy_config(
         bool, typer.Option("--check", help="Let Envoy validate it, and print nothing else.")
     ] = False,
     part: Annotated[
-        Part | None, typer.Option(help="Only this piece, for an Envoy that you already run.")
+        Part | None,
+        typer.Option(
+            parser=one_of(Part),
+            metavar=shown(Part),
+            help="Only this piece, for an Envoy that you already run.",
+        ),
     ] = None,
 ) -> None:
     """Print the Envoy configuration that a wavegate configuration asks for.

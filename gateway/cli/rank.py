@@ -5,11 +5,12 @@ Must only read options: what they mean is `vllm_ranks.engine.derivation`'s busin
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 import typer
 
+from gateway.cli.choices import one_of, shown
 from vllm_ranks.engine.arguments import (
     LoadBalancingScore,
     ModelKind,
@@ -211,7 +212,12 @@ def rank(
     ] = 0,
     scheduling_policy: Annotated[
         SchedulingPolicy,
-        typer.Option(help="First come, or `priority` of the request.", rich_help_panel=SCHEDULER),
+        typer.Option(
+            parser=one_of(get_args(SchedulingPolicy)),
+            metavar=shown(get_args(SchedulingPolicy)),
+            help="First come, or `priority` of the request.",
+            rich_help_panel=SCHEDULER,
+        ),
     ] = "fcfs",
     prefill_schedule_interval: Annotated[
         int,
@@ -243,6 +249,8 @@ def rank(
     model_kind: Annotated[
         ModelKind | None,
         typer.Option(
+            parser=one_of(get_args(ModelKind)),
+            metavar=shown(get_args(ModelKind)),
             help="moe: the group steps in lock step. dense: engines are independent, and external mode is "
             "refused, as by vLLM. Default: moe if --data-parallel-size is above 1, else dense.",
             rich_help_panel=TIME,
@@ -292,6 +300,8 @@ def rank(
     load_balancing_score: Annotated[
         LoadBalancingScore,
         typer.Option(
+            parser=one_of(get_args(LoadBalancingScore)),
+            metavar=shown(get_args(LoadBalancingScore)),
             help="Internal and hybrid mode: vLLM 0.32's score, or the original waiting × 4 + running.",
             rich_help_panel=EVALUATION,
         ),
@@ -299,6 +309,8 @@ def rank(
     on_peer_death: Annotated[
         PeerDeathPolicy,
         typer.Option(
+            parser=one_of(get_args(PeerDeathPolicy)),
+            metavar=shown(get_args(PeerDeathPolicy)),
             help="When another rank dies: exit too, or hang with /health 200. Both happen in reality.",
             rich_help_panel=EVALUATION,
         ),

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from gateway.cli.choices import one_of, shown
 from gateway.cli.options import DEFAULT_CONFIG_PATH, ConfigPath, fail, load_resolved
 from gateway.config import Config
 from gateway.config_groups import VllmGroup
@@ -36,7 +37,10 @@ def ranks(
     as_format: Annotated[
         CommandFormat,
         typer.Option(
-            "--as", help="With --dry-run: lines for a shell, a Slurm job, or a Kubernetes manifest."
+            "--as",
+            parser=one_of(CommandFormat),
+            metavar=shown(CommandFormat),
+            help="With --dry-run: lines for a shell, a Slurm job, or a Kubernetes manifest.",
         ),
     ] = CommandFormat.SHELL,
     gateway: Annotated[

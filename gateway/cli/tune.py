@@ -19,6 +19,7 @@ from ext_proc.advice import BudgetEffect, Load, best_budget_tokens, decode_step_
 from ext_proc.settings import Targets
 from ext_proc.step_times import StepCosts
 from gateway.cli.bench_options import Duration, Seed, Speed, TraceFormat, load_trace
+from gateway.cli.choices import none_of
 from gateway.cli.options import AdminConfigPath, AdminUrl, admin_address, fail
 from gateway.status_client import GroupStatus, Status, StatusError, parse_status, read_status, status_session
 from gateway.status_view import step_costs
@@ -112,7 +113,7 @@ def tune(
 def _assumed(preset: str, load: Load, ranks: int) -> Subject:
     model = PRESETS.get(preset)
     if model is None:
-        fail(f"--model-preset: {preset!r} is none of {', '.join(PRESETS)}", status=2)
+        fail(f"--model-preset: {none_of(preset, PRESETS)}", status=2)
     costs = StepCosts(
         model.fixed_s, model.per_prefill_token_s, model.per_decode_sequence_s, model.per_kv_token_s
     )

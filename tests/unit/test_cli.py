@@ -123,6 +123,30 @@ def test_a_taken_port_is_named_with_its_key_before_anything_starts(command: str,
     assert f"set {command}.admin_port to another" in started.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("demo", "--engine", "vllm"), "'--engine': 'vllm' is none of embedded, vllm-cpu"),
+        (("demo", "--engine", "embeded"), "none of embedded, vllm-cpu; did you mean embedded?"),
+        (("ranks", "--as", "yaml"), "'--as': 'yaml' is none of shell, slurm, kubernetes"),
+        (("envoy-config", "--part", "rout"), "did you mean route?"),
+        (("rank", "--scheduling-policy", "fifo"), "'fifo' is none of fcfs, priority"),
+        (("rank", "--model-kind", "mo"), "'mo' is none of moe, dense; did you mean moe?"),
+        (
+            ("tune", "--slo-ttft-ms=1", "--slo-tpot-ms=1", "--model-preset=moe"),
+            "--model-preset: 'moe' is none",
+        ),
+    ],
+)
+def test_a_word_that_is_no_choice_is_answered_with_those_there_are(
+    arguments: tuple[str, ...], complaint: str
+) -> None:
+    refused = CliRunner(env={"COLUMNS": "200"}).invoke(main, arguments)
+    assert refused.exit_code == 2
+    assert complaint in " ".join(refused.stderr.split())
+    assert "Value error" not in refused.stderr
+
+
 def test_help_is_folded_by_the_terminal_and_not_by_the_source() -> None:
     text = "First.\n\n    Second\n    goes on.\n\n    \b\n    A table\n      of two lines."
     assert folded(text) == "First.\n\nSecond goes on.\n\nA table\n  of two lines."
