@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from tests.builders_group import FAST, RankProcess, group, rank
-from tests.builders_ports import free_port
+from tests.builders_ports import consecutive_free_ports
 from vllm_ranks.engine.block_hash import event_hash, hash_prompt
 from vllm_ranks.engine.kv_events import END_OF_REPLAY
 
@@ -122,7 +122,7 @@ def test_a_replay_starts_where_it_is_asked_to_and_forgets_what_is_too_old() -> N
 
 
 def test_every_rank_publishes_on_its_own_port_with_its_own_number() -> None:
-    port = free_port()
+    port = consecutive_free_ports(2)
     with group(
         2, *FAST, "--kv-events-config", config(endpoint=f"tcp://*:{port}", replay_endpoint="tcp://*:0")
     ) as ranks:
