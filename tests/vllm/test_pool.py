@@ -352,9 +352,13 @@ def test_a_chat_is_known_as_the_tokens_that_a_real_rank_makes_of_it(pool: VllmPo
         assert eventually(lambda seen=seen, whole=whole: seen() == whole)
         again = httpx2.post(f"{pool.rank_urls[holder]}/v1/chat/completions", json=body, timeout=60)
         assert cached_by(again.json()) == whole
-    (group,) = pool.get_json(f"{pool.admin_url}/status")["groups"]
-    assert group["prompts_found"] >= 3
-    assert group["prompts_missing"] == 0
+
+    def group() -> dict[str, Any]:
+        (group,) = pool.get_json(f"{pool.admin_url}/status")["groups"]
+        return dict(group)
+
+    assert eventually(lambda: group()["prompts_found"] >= 3)
+    assert group()["prompts_missing"] == 0
 
 
 def test_a_salted_prompt_is_found_only_with_its_salt(pool: VllmPool) -> None:
