@@ -2,8 +2,8 @@
 
 One answer streams from the second rank all the time. Beside it long prompts come in three ways: to the first
 rank alone, to both ranks in turn, and to both at once (aligned, as phases make it). In lock step the first
-slows the decoding rank although it has nothing to read, and prompts at once cost it half of what they cost in
-turn. Goes to the ranks directly: what it shows is theirs.
+slows the decoding rank although it has nothing to read, and prompts at once cost it about half of what they
+cost in turn. Goes to the ranks directly: what it shows is theirs.
 """
 
 from __future__ import annotations

@@ -162,8 +162,13 @@ def lock_step(
                     on_done=on_done,
                 )
             )
-    except (aiohttp.ClientError, ExceptionGroup) as error:
-        fail(f"a rank did not answer as it should: {getattr(error, 'exceptions', [error])[0]}")
+    except aiohttp.ClientError as error:
+        fail(f"a rank did not answer as it should: {error}")
+    except ExceptionGroup as errors:
+        refused = errors.subgroup(aiohttp.ClientError)
+        if refused is None:
+            raise
+        fail(f"a rank did not answer as it should: {refused.exceptions[0]}")
     console.print(tables.lock_step_table(speeds))
     if json_path is not None:
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(speeds)))

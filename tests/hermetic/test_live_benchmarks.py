@@ -74,3 +74,10 @@ async def test_lock_step_shows_on_a_rank_that_has_nothing_to_read(ranks: list[Ra
     quiet = by_situation["no prompts"]
     assert by_situation["to the first rank alone"].tokens_per_s < 0.8 * quiet.tokens_per_s
     assert by_situation["to both in turn"].stalled_share > by_situation["to both at once"].stalled_share
+
+
+def test_a_rank_that_is_not_there_is_told_in_a_line() -> None:
+    ranks = ("--rank", "http://127.0.0.1:9", "--rank", "http://127.0.0.1:9")
+    shown = CliRunner().invoke(main, ["bench", "lock-step", *ranks, "--model", MODEL])
+    assert shown.exit_code == 1
+    assert "a rank did not answer as it should: Cannot connect" in shown.output
