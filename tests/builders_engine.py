@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm_ranks.engine.core import EngineCore
@@ -12,6 +13,8 @@ from vllm_ranks.engine.plan import StepOutcome, StepPlan
 from vllm_ranks.engine.request import EngineRequest, FinishReason
 from vllm_ranks.engine.scheduler import Scheduler, SchedulerLimits
 from vllm_ranks.engine.time_model import StepTimeModel
+from vllm_ranks.engine.virtual import VirtualEngine
+from vllm_ranks.engine.virtual_events import VirtualEvent
 from vllm_ranks.engine.waiting import SchedulingPolicy
 from vllm_ranks.engine.waves import WaveState
 
@@ -90,6 +93,12 @@ def tokens(outcome: StepOutcome) -> dict[str, FinishReason | None]:
     assert len(set(produced)) == len(produced)
     assert set(outcome.finished) <= set(produced)
     return {s.request.request_id: s.finish_reason if s in outcome.finished else None for s in produced}
+
+
+def until_idle(engine: VirtualEngine) -> Iterator[VirtualEvent]:
+    """What happens until all ranks are at rest; the clock stays there."""
+    while (at_s := engine.next_event_s()) < math.inf:
+        yield from engine.advance_to(at_s)
 
 
 def core(

@@ -7,7 +7,7 @@ Must never read files, the environment or a clock.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -112,77 +112,29 @@ def _api_server_count(arguments: RankArguments) -> int:
     return arguments.data_parallel_size
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Which ranks of the group run here, and who balances over them."""
+
+    first_rank: int
+    size_local: int
+    external_lb: bool
+    hybrid_lb: bool
+
+
 def _parallel_config(arguments: RankArguments) -> ParallelConfig:
     size = arguments.data_parallel_size
     _check_range("data_parallel_size", size, 1, 1_024)
     model_kind: ModelKind = arguments.model_kind or ("moe" if size > 1 else "dense")
-    hybrid = arguments.data_parallel_hybrid_lb
-    if hybrid and arguments.data_parallel_external_lb:
-        raise ConfigError(
-            f"{_INVALID}`--data-parallel-hybrid-lb` and `--data-parallel-external-lb` "
-            "cannot be enabled together. Enable only one load-balancing mode."
-        )
-    rank = arguments.data_parallel_rank
-    size_local = arguments.data_parallel_size_local
-    # Giving a rank, even 0, means external load balancing.
-    external = arguments.data_parallel_external_lb or rank is not None
-    if size > 1 and external and model_kind == "dense":
-        raise ConfigError(
-            "Non-MoE models do not support external data parallel mode. For external load balancing, "
-            "launch independent vLLM instances without --data-parallel-* arguments."
-        )
-    if external:
-        if rank is None:
-            raise ConfigError(
-                f"{_INVALID}`--data-parallel-external-lb` requires a data-parallel rank. "
-                "Set `--data-parallel-rank`."
-            )
-        if size_local not in (1, None):
-            raise ConfigError(
-                f"{_INVALID}an external data-parallel rank requires `--data-parallel-size-local 1`; "
-                f"got {size_local}. Set it to 1 or omit it."
-            )
-        size_local, hybrid = 1, False
-    elif size_local is not None:
-        if arguments.data_parallel_start_rank is not None and not arguments.headless:
-            hybrid = True
-        if hybrid and size_local == 1:
-            # One local rank needs no balancing: hybrid becomes external.
-            external, hybrid = True, False
-        if size_local == size:
-            hybrid = False
-        rank = arguments.data_parallel_start_rank
-    elif hybrid:
-        raise ConfigError(
-            f"{_INVALID}`--data-parallel-hybrid-lb` requires `--data-parallel-size-local`. "
-            "Set it to the number of data-parallel ranks on this node."
-        )
-    else:
-        size_local = size
-    rank = rank or 0
-    if size_local > size:
-        raise ConfigError(f"data_parallel_size_local ({size_local}) must be <= data_parallel_size ({size})")
-    if size_local < 1:
-        raise ConfigError(
-            "data_parallel_size_local must be at least 1: "
-            "the embedded engine has no head node without engines"
-        )
-    if size <= 1 and external:
-        raise ConfigError("data_parallel_external_lb can only be set when data_parallel_size > 1")
-    if not 0 <= rank < size:
-        raise ConfigError(f"data_parallel_rank ({rank}) must be in the range [0, {size})")
-    if rank + size_local > size:
-        raise ConfigError(
-            f"data_parallel_start_rank ({rank}) + data_parallel_size_local ({size_local}) "
-            f"must be <= data_parallel_size ({size})"
-        )
+    share = _share(arguments, model_kind)
+    _check_share(share, size)
     _check_range("data_parallel_rpc_port", arguments.data_parallel_rpc_port, 1, 65_535)
     return ParallelConfig(
         data_parallel_size=size,
-        data_parallel_size_local=size_local,
-        data_parallel_rank=rank,
-        data_parallel_external_lb=external,
-        data_parallel_hybrid_lb=hybrid,
+        data_parallel_size_local=share.size_local,
+        data_parallel_rank=share.first_rank,
+        data_parallel_external_lb=share.external_lb,
+        data_parallel_hybrid_lb=share.hybrid_lb,
         data_parallel_master_ip=arguments.data_parallel_address or DEFAULT_MASTER_IP,
         data_parallel_rpc_port=arguments.data_parallel_rpc_port,
         dp_sync_interval=int(_at_least("dp_sync_interval", arguments.dp_sync_interval, 1)),
@@ -193,6 +145,75 @@ def _parallel_config(arguments: RankArguments) -> ParallelConfig:
         ),
         on_peer_death=arguments.on_peer_death,
     )
+
+
+def _share(arguments: RankArguments, model_kind: ModelKind) -> _Share:
+    """What the options say of it (vLLM arg_utils.py)."""
+    size, size_local = arguments.data_parallel_size, arguments.data_parallel_size_local
+    hybrid = arguments.data_parallel_hybrid_lb
+    if hybrid and arguments.data_parallel_external_lb:
+        raise ConfigError(
+            f"{_INVALID}`--data-parallel-hybrid-lb` and `--data-parallel-external-lb` "
+            "cannot be enabled together. Enable only one load-balancing mode."
+        )
+    # Giving a rank, even 0, means external load balancing.
+    external = arguments.data_parallel_external_lb or arguments.data_parallel_rank is not None
+    if size > 1 and external and model_kind == "dense":
+        raise ConfigError(
+            "Non-MoE models do not support external data parallel mode. For external load balancing, "
+            "launch independent vLLM instances without --data-parallel-* arguments."
+        )
+    if external:
+        return _external_share(arguments.data_parallel_rank, size_local)
+    if size_local is None:
+        if hybrid:
+            raise ConfigError(
+                f"{_INVALID}`--data-parallel-hybrid-lb` requires `--data-parallel-size-local`. "
+                "Set it to the number of data-parallel ranks on this node."
+            )
+        return _Share(0, size, external_lb=False, hybrid_lb=False)
+    start_rank = arguments.data_parallel_start_rank
+    if start_rank is not None and not arguments.headless:
+        hybrid = True
+    # One local rank needs no balancing: hybrid becomes external.
+    external = hybrid and size_local == 1
+    hybrid = hybrid and size_local not in (1, size)
+    return _Share(start_rank or 0, size_local, external_lb=external, hybrid_lb=hybrid)
+
+
+def _external_share(rank: int | None, size_local: int | None) -> _Share:
+    if rank is None:
+        raise ConfigError(
+            f"{_INVALID}`--data-parallel-external-lb` requires a data-parallel rank. "
+            "Set `--data-parallel-rank`."
+        )
+    if size_local not in (1, None):
+        raise ConfigError(
+            f"{_INVALID}an external data-parallel rank requires `--data-parallel-size-local 1`; "
+            f"got {size_local}. Set it to 1 or omit it."
+        )
+    return _Share(rank, 1, external_lb=True, hybrid_lb=False)
+
+
+def _check_share(share: _Share, size: int) -> None:
+    """Whether a group of `size` ranks has it (vLLM parallel.py)."""
+    first_rank, size_local = share.first_rank, share.size_local
+    if size_local > size:
+        raise ConfigError(f"data_parallel_size_local ({size_local}) must be <= data_parallel_size ({size})")
+    if size_local < 1:
+        raise ConfigError(
+            "data_parallel_size_local must be at least 1: "
+            "the embedded engine has no head node without engines"
+        )
+    if size <= 1 and share.external_lb:
+        raise ConfigError("data_parallel_external_lb can only be set when data_parallel_size > 1")
+    if not 0 <= first_rank < size:
+        raise ConfigError(f"data_parallel_rank ({first_rank}) must be in the range [0, {size})")
+    if first_rank + size_local > size:
+        raise ConfigError(
+            f"data_parallel_start_rank ({first_rank}) + data_parallel_size_local ({size_local}) "
+            f"must be <= data_parallel_size ({size})"
+        )
 
 
 def _scheduler_config(arguments: RankArguments) -> SchedulerConfig:

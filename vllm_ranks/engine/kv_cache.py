@@ -87,11 +87,6 @@ class KVCache:
         """Share of the blocks that running requests use, 0 to 1 (`vllm:kv_cache_usage_perc`)."""
         return 1.0 - self.free_blocks / self.num_blocks
 
-    @property
-    def cached_blocks(self) -> int:
-        """Blocks that can be found by their hash."""
-        return len(self._by_hash) + sum(map(len, self._twins.values()))
-
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold `tokens` tokens."""
         return -(-tokens // self.block_size)

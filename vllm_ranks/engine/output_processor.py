@@ -158,8 +158,8 @@ class OutputProcessor:
     def __init__(self) -> None:
         self._sequences: dict[str, _Sequence] = {}
         self._prefilling_tokens = 0
-        self._lora_waiting: dict[str, set[str]] = {}
-        self._lora_running: dict[str, set[str]] = {}
+        self._lora_requests: dict[str, dict[str, bool]] = {}
+        """By adapter: the requests for it that its engine has spoken of, and whether they run or wait."""
 
     @property
     def unfinished(self) -> int:
@@ -227,9 +227,14 @@ class OutputProcessor:
         return stats, to_abort
 
     def add_lora_counts(self, stats: wire.SchedulerStats) -> None:
-        """Which adapters wait and run, as this API server learned from its requests' events."""
-        stats.waiting_lora_adapters = {name: len(ids) for name, ids in self._lora_waiting.items() if ids}
-        stats.running_lora_adapters = {name: len(ids) for name, ids in self._lora_running.items() if ids}
+        """Which adapters wait and run, as this API server learned from its requests' events.
+
+        One with requests is in both, be it with 0 (vLLM 0.32 vllm/v1/metrics/stats.py, LoRARequestStates).
+        """
+        for name, requests in self._lora_requests.items():
+            running = sum(requests.values())
+            stats.running_lora_adapters[name] = running
+            stats.waiting_lora_adapters[name] = len(requests) - running
 
     def _count(
         self,
@@ -265,15 +270,15 @@ class OutputProcessor:
         match event.type:
             case wire.EngineEventType.QUEUED:
                 sequence.queued_s = event.timestamp
-                self._move_lora(sequence, self._lora_waiting)
+                self._move_lora(sequence, is_running=False)
             case wire.EngineEventType.SCHEDULED:
                 if sequence.scheduled_s == 0.0:  # later ones follow a preemption
                     sequence.scheduled_s = event.timestamp
-                self._move_lora(sequence, self._lora_running)
+                self._move_lora(sequence, is_running=True)
             case wire.EngineEventType.PREEMPTED:
                 stats.preemptions += 1
                 sequence.preemptions += 1
-                self._move_lora(sequence, self._lora_waiting)
+                self._move_lora(sequence, is_running=False)
 
     def _finish(self, sequence: _Sequence, reason: FinishReason, now_s: float, stats: IterationStats) -> None:
         request = sequence.request
@@ -304,13 +309,17 @@ class OutputProcessor:
         del self._sequences[sequence.request.request_id]
         if sequence.generated == 0:
             self._prefilling_tokens -= sequence.request.prompt_tokens
-        self._move_lora(sequence, None)
+        self._move_lora(sequence, is_running=None)
 
-    def _move_lora(self, sequence: _Sequence, target: dict[str, set[str]] | None) -> None:
+    def _move_lora(self, sequence: _Sequence, *, is_running: bool | None) -> None:
+        """Count a request for its adapter, if it has one; `None`: no longer."""
         name = sequence.request.lora_name
         if name is None:
             return
-        for states in (self._lora_waiting, self._lora_running):
-            states.get(name, set()).discard(sequence.request.request_id)
-        if target is not None:
-            target.setdefault(name, set()).add(sequence.request.request_id)
+        requests = self._lora_requests.setdefault(name, {})
+        if is_running is None:
+            requests.pop(sequence.request.request_id, None)
+        else:
+            requests[sequence.request.request_id] = is_running
+        if not requests:
+            del self._lora_requests[name]

@@ -187,11 +187,6 @@ class VirtualEngine:
             handler(*arguments)
         self.now_s = max(self.now_s, at_s)
 
-    def run_until_idle(self, limit_s: float = float("inf")) -> Iterator[VirtualEvent]:
-        """`advance_to` the time at which all ranks are at rest, or `limit_s`; the clock stays there."""
-        while (at_s := self.next_event_s()) <= limit_s and at_s < float("inf"):
-            yield from self.advance_to(at_s)
-
     def metrics(self, group: int, rank: int) -> RankMetrics:
         """What that rank's `/metrics` says right now: the live record, `snapshot()` keeps it."""
         return self._groups[group][rank].metrics

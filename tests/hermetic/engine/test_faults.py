@@ -39,6 +39,11 @@ def send(
     return threads.submit(served.request, "POST", "/v1/completions", body)
 
 
+def was_cut_short(stream: Future[tuple[int, dict[str, str], bytes]]) -> bool:
+    """Whether its connection was cut, or it ends with an error: which of the two is a race, as with vLLM."""
+    return stream.exception() is not None or b'"finish_reason":"length"' not in stream.result()[2]
+
+
 @pytest.mark.parametrize("by", ["exception", "kill"])
 def test_engine_death(served: RankProcess, threads: ThreadPoolExecutor, by: str) -> None:
     unary = send(threads, served, LONG)
@@ -203,8 +208,7 @@ def test_sigterm_cuts_everything_at_once(threads: ThreadPoolExecutor) -> None:
         assert running(served, 1)
         served.process.send_signal(signal.SIGTERM)
         assert served.wait(5) == 0
-        error = stream.exception()
-        assert error is not None or not stream.result()[2].endswith(b"data: [DONE]\n\n")
+        assert was_cut_short(stream)
 
 
 def test_sigterm_with_a_timeout_drains_what_is_under_way_and_aborts_what_is_new(
@@ -227,7 +231,7 @@ def test_a_drain_ends_at_its_timeout(threads: ThreadPoolExecutor) -> None:
         assert running(served, 1)
         served.process.send_signal(signal.SIGTERM)
         assert served.wait(8) == 0
-        assert stream.exception() is not None or b"[DONE]" not in stream.result()[2]
+        assert was_cut_short(stream)
 
 
 def test_a_draining_rank_cannot_leave_while_the_group_works(threads: ThreadPoolExecutor) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from tests.builders_engine import until_idle
 from tests.builders_group import RankProcess, eventually, group
 from tests.builders_rank_config import rank_config
 from vllm_ranks.engine.block_hash import hash_prompt
@@ -109,7 +110,7 @@ def virtual_steps() -> list[list[tuple[float, float, PlanRecord | None]]]:
             prompt_block_hashes=hash_prompt(arrival.prompt, BLOCK_SIZE),
         )
         engine.submit(0, arrival.rank, request, at_s=ended_s + AFTER_STEP_S)
-    list(engine.run_until_idle())
+    list(until_idle(engine))
     return [
         [(step.ranks[rank].cost_s, step.duration_s, step.ranks[rank].plan) for step in engine.steps(0)]
         for rank in (0, 1)

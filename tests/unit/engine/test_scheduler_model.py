@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.builders_engine import tokens
 from tests.builders_naive_engine import NaiveScheduler, NaiveStep
-from vllm_ranks.engine.kv_cache import KVCache
+from vllm_ranks.engine.kv_cache import BlocksRemoved, BlocksStored, KVCache, KvEvent
 from vllm_ranks.engine.plan import StepPlan
 from vllm_ranks.engine.request import EngineRequest, FinishReason
 from vllm_ranks.engine.scheduler import Scheduler, SchedulerLimits
@@ -97,13 +99,26 @@ class Pair:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        cache = KVCache(engine.num_blocks, engine.block_size, enable_prefix_caching=engine.caching)
+        self.cached: Counter[Hashable] = Counter()
+        """Blocks that the real cache has told of and not taken back, by content."""
+        cache = KVCache(
+            engine.num_blocks,
+            engine.block_size,
+            enable_prefix_caching=engine.caching,
+            listener=self.on_cache_event,
+        )
         self.real = Scheduler(engine.limits, cache, engine.policy)
         self.naive = NaiveScheduler(
             engine.limits, engine.num_blocks, engine.block_size, engine.caching, engine.policy
         )
         self.added = 0
         self.open: tuple[StepPlan, NaiveStep] | None = None
+
+    def on_cache_event(self, event: KvEvent) -> None:
+        if isinstance(event, BlocksStored):
+            self.cached.update(event.block_hashes)
+        elif isinstance(event, BlocksRemoved):
+            self.cached.subtract(event.block_hashes)
 
     def apply(self, operation: Operation) -> None:
         match operation:
@@ -175,7 +190,7 @@ class Pair:
         real, naive, cache = self.real, self.naive, self.real.kv_cache
         assert (real.running, real.waiting) == (len(naive.running), len(naive.waiting))
         assert cache.free_blocks == len(naive.free)
-        assert cache.cached_blocks == len(naive.cached)
+        assert self.cached == Counter(block.block_hash for block in naive.cached)
         idle = [block.block_hash for block in naive.free if block.block_hash is not None]
         assert [block.block_hash for block in cache._idle] == idle
         assert (real.prefix_cache_queries, real.prefix_cache_hits) == (naive.queries, naive.hits)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.builders_engine import engine_request
+from tests.builders_engine import engine_request, until_idle
 from vllm_ranks.engine.kv_cache import BlocksStored, KvEvent
 from vllm_ranks.engine.queue_limits import QueueLimits
 from vllm_ranks.engine.request import FinishReason
@@ -49,14 +49,14 @@ class TestOneRank:
     def test_a_request_runs_from_its_arrival_to_its_last_token(self) -> None:
         engine = virtual(dense())
         engine.submit(0, 0, engine_request("a", output=3), at_s=1.0)
-        events = list(engine.run_until_idle())
+        events = list(until_idle(engine))
         assert times(events) == {"first a": 1.0 + DELAY_S + STEP_S, "end a": 1.0 + DELAY_S + 3 * STEP_S}
 
     def test_the_end_tells_all_about_the_request(self) -> None:
         engine = virtual(dense())
         engine.submit(0, 0, engine_request("a", prompt=9, output=1, family="f"))
         engine.submit(0, 0, engine_request("b", prompt=9, output=3, family="f"), at_s=1.0)
-        *_, end = engine.run_until_idle()
+        *_, end = until_idle(engine)
         assert isinstance(end, Finished)
         assert (end.group, end.rank, end.request_id, end.reason) == (0, 0, "b", FinishReason.STOP)
         assert (end.generated_tokens, end.cached_tokens, end.preemptions) == (3, 8, 0)
@@ -67,7 +67,7 @@ class TestOneRank:
         assert engine.next_event_s() == math.inf
         engine.submit(0, 0, engine_request("a"), at_s=2.0)
         assert engine.next_event_s() == 2.0
-        list(engine.run_until_idle())
+        list(until_idle(engine))
         assert engine.next_event_s() == math.inf
 
     def test_time_stands_where_it_was_advanced_to(self) -> None:
@@ -104,7 +104,7 @@ class TestLockStep:
         engine = virtual(lock_step(time_model=PREFILL_BOUND), delay_s=0.0)
         engine.submit(0, 0, engine_request("decoding", prompt=1, output=100))
         engine.submit(0, 1, engine_request("long", prompt=500, output=1), at_s=0.1)
-        list(engine.run_until_idle())
+        list(until_idle(engine))
         metrics = engine.metrics(0, 0)
         # 99 steps after the first token, one of which computed 500 prefill tokens on the other rank.
         assert metrics.inter_token_latency_seconds_sum == pytest.approx(99 * 0.010 + 0.5)
@@ -113,7 +113,7 @@ class TestLockStep:
         engine = virtual(dense(2, time_model=PREFILL_BOUND), delay_s=0.0)
         engine.submit(0, 0, engine_request("decoding", prompt=1, output=100))
         engine.submit(0, 1, engine_request("long", prompt=500, output=1), at_s=0.1)
-        list(engine.run_until_idle())
+        list(until_idle(engine))
         assert engine.metrics(0, 0).inter_token_latency_seconds_sum == pytest.approx(99 * 0.010)
         assert engine.lost_share(0) == pytest.approx(0.0)
 
@@ -121,26 +121,26 @@ class TestLockStep:
         engine = virtual(lock_step(4))
         engine.submit(0, 2, engine_request("a", output=1), at_s=1.0)
         # Front end → coordinator → engines.
-        assert times(list(engine.run_until_idle()))["first a"] == 1.0 + 2 * DELAY_S + STEP_S
+        assert times(list(until_idle(engine)))["first a"] == 1.0 + 2 * DELAY_S + STEP_S
 
     def test_a_wave_ends_at_its_first_step_or_a_multiple_of_the_sync_interval(self) -> None:
         for output, steps in ((1, 1), (2, 16), (16, 16), (17, 32)):
             engine = virtual(lock_step(3), trace=True)
             engine.submit(0, 1, engine_request("a", output=output))
-            list(engine.run_until_idle())
+            list(until_idle(engine))
             assert len(engine.steps(0)) == steps
 
     def test_idle_ranks_run_dummy_batches_as_long_as_the_wave_lasts(self) -> None:
         engine = virtual(lock_step(2), trace=True)
         engine.submit(0, 1, engine_request("a", output=16))
-        list(engine.run_until_idle())
+        list(until_idle(engine))
         assert [share.plan is None for step in engine.steps(0) for share in step.ranks] == [True, False] * 16
 
     def test_at_rest_all_ranks_are_in_the_same_new_wave(self) -> None:
         engine = virtual(lock_step(3))
         for wave in range(3):
             engine.submit(0, wave, engine_request(f"r{wave}", output=5), at_s=10.0 * wave)
-        list(engine.run_until_idle())
+        list(until_idle(engine))
         assert [engine.core(0, rank).stats().current_wave for rank in range(3)] == [3, 3, 3]
 
     def test_a_request_that_overtakes_the_news_of_the_waves_end_wakes_the_group_itself(self) -> None:
@@ -148,19 +148,19 @@ class TestLockStep:
         engine.submit(0, 0, engine_request("a", output=1))
         end_of_wave = 0.06 + STEP_S
         engine.submit(0, 1, engine_request("b", output=1), at_s=end_of_wave + 0.01)
-        assert "end b" in times(list(engine.run_until_idle()))
+        assert "end b" in times(list(until_idle(engine)))
 
     def test_the_slowest_rank_makes_the_others_lose_time(self) -> None:
         slow = StepTimeModel(2 * STEP_S, 0.0, 0.0, 0.0, 2 * STEP_S)
         engine = virtual(lock_step(4, rank_time_models={3: slow}))
         engine.submit(0, 0, engine_request("a", output=16))
-        list(engine.run_until_idle())
+        list(until_idle(engine))
         assert engine.lost_share(0) == pytest.approx(3 / 8)
 
     def test_a_group_of_one_has_no_waves(self) -> None:
         engine = virtual(lock_step(1), trace=True)
         engine.submit(0, 0, engine_request("a", output=5))
-        list(engine.run_until_idle())
+        list(until_idle(engine))
         assert len(engine.steps(0)) == 5
 
 
@@ -169,7 +169,7 @@ class TestAbort:
         engine = virtual(dense(limits=SchedulerLimits(max_num_batched_tokens=256)))
         engine.submit(0, 0, engine_request("a", prompt=2_000))
         engine.abort(0, 0, "a", at_s=2.5 * STEP_S)
-        assert list(engine.run_until_idle()) == []
+        assert list(until_idle(engine)) == []
         metrics = engine.metrics(0, 0)
         assert (metrics.num_requests_running, metrics.kv_cache_usage_perc) == (0, 0.0)
         assert not engine.core(0, 0).has_unfinished
@@ -178,21 +178,21 @@ class TestAbort:
         engine = virtual(dense())
         engine.submit(0, 0, engine_request("a", output=1))
         engine.abort(0, 0, "a", at_s=0.5 * STEP_S)
-        assert list(engine.run_until_idle()) == []
+        assert list(until_idle(engine)) == []
         assert engine.metrics(0, 0).generation_tokens == 0
 
     def test_right_after_the_request_it_is_as_if_nothing_had_been(self) -> None:
         engine = virtual(lock_step(2))
         engine.submit(0, 0, engine_request("a"))
         engine.abort(0, 0, "a")
-        assert list(engine.run_until_idle()) == []
+        assert list(until_idle(engine)) == []
 
     def test_too_late_or_of_an_unknown_request_it_does_nothing(self) -> None:
         engine = virtual(dense())
         engine.submit(0, 0, engine_request("a", output=1))
         engine.abort(0, 0, "a", at_s=5.0)
         engine.abort(0, 0, "never seen")
-        assert [type(e) for e in engine.run_until_idle()] == [FirstToken, Finished]
+        assert [type(e) for e in until_idle(engine)] == [FirstToken, Finished]
 
 
 class TestRefusals:
@@ -201,7 +201,7 @@ class TestRefusals:
         for name in "ab":
             engine.submit(0, 0, engine_request(name, output=1), at_s=1.0)
         engine.submit(0, 0, engine_request("c", output=1), at_s=2.0)
-        refused = [e for e in engine.run_until_idle() if isinstance(e, Refused)]
+        refused = [e for e in until_idle(engine) if isinstance(e, Refused)]
         assert refused == [Refused(1.0, 0, 0, "b", "max_num_queued_reqs")]
 
     def test_queued_tokens_are_prompts_without_a_first_token(self) -> None:
@@ -215,11 +215,11 @@ class TestRefusals:
     def test_a_prompt_beyond_the_models_length_is_told_why(self) -> None:
         engine = virtual(dense(limits=SchedulerLimits(max_model_len=100)))
         engine.submit(0, 0, engine_request("a", prompt=100))
-        [refused] = engine.run_until_idle()
+        [refused] = until_idle(engine)
         assert isinstance(refused, Refused)
         assert "1 to 99 tokens" in refused.reason
         engine.submit(0, 0, engine_request("b", prompt=99))
-        assert list(engine.run_until_idle())
+        assert list(until_idle(engine))
 
 
 class TestMetrics:
@@ -245,7 +245,7 @@ class TestMetrics:
         engine = virtual(dense())
         before = engine.metrics(0, 0).snapshot()
         engine.submit(0, 0, engine_request("a"))
-        list(engine.run_until_idle())
+        list(until_idle(engine))
         assert before.request_success[FinishReason.STOP] == before.generation_tokens == 0
         assert engine.metrics(0, 0).request_success[FinishReason.STOP] == 1
 
@@ -288,7 +288,7 @@ def drive(groups: list[GroupSpec], rng: random.Random, delay_s: float, aborts: b
     at_s = 0.0
 
     def watch(until_s: float) -> None:
-        for event in engine.advance_to(until_s) if until_s < math.inf else engine.run_until_idle():
+        for event in engine.advance_to(until_s) if until_s < math.inf else until_idle(engine):
             seen.append(event)
             assert event.at_s == engine.now_s
             if isinstance(event, Finished):
@@ -382,7 +382,7 @@ def test_another_seed_gives_other_jitter() -> None:
     for seed in range(2):
         engine = VirtualEngine([dense(time_model=replace(EVEN, jitter_ratio=0.1))], seed=seed)
         engine.submit(0, 0, engine_request("a"))
-        *_, end = engine.run_until_idle()
+        *_, end = until_idle(engine)
         ends.add(end.at_s)
     assert len(ends) == 2
 
@@ -393,13 +393,13 @@ def test_groups_know_nothing_of_each_other() -> None:
         engine.submit(0, 1, engine_request("a", output=20))
     for rank in range(3):
         beside.submit(1, rank, engine_request("a", prompt=500, output=20), at_s=0.3)
-    assert list(alone.run_until_idle()) == [e for e in beside.run_until_idle() if e.group == 0]
+    assert list(until_idle(alone)) == [e for e in until_idle(beside) if e.group == 0]
 
 
 def test_traced_steps_say_who_computed_what_and_how_long_that_took() -> None:
     engine = virtual(lock_step(2, time_model=PREFILL_BOUND), trace=True)
     engine.submit(0, 0, engine_request("a", prompt=30, output=2))
-    list(engine.run_until_idle())
+    list(until_idle(engine))
     first, second, *_ = engine.steps(0)
     assert (first.start_s, first.duration_s) == (2 * DELAY_S, pytest.approx(0.040))
     assert [(share.rank, share.prefill_tokens, share.decode_sequences) for share in first.ranks] == [
@@ -420,5 +420,5 @@ def test_kv_events_come_with_the_rank_they_happen_on() -> None:
     )
     request = engine_request("a", prompt=8)
     engine.submit(1, 1, request)
-    list(engine.run_until_idle())
+    list(until_idle(engine))
     assert events == [(1, 1, BlocksStored(request, 0, (("a", 0), ("a", 1)), None))]
