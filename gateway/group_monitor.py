@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 
@@ -18,7 +19,8 @@ from ext_proc.ledger import Ledger
 from ext_proc.vocabulary import Rank, RankReport
 from gateway.group_watch import GroupWatch, Trouble
 from gateway.rotation import Rotation
-from gateway.warm_up import complaint
+from gateway.warm_up import Complaint, complaint
+from vllm_ranks.reports.asking import UnexpectedErrors, keep_asking
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +29,8 @@ TICK_S = 0.1
 BLIND_AFTER_S = 0.5
 """A tick so late means that this process was kept from running, and so from hearing its ranks."""
 PROBE_PAUSE_S = 1.0
-SUSPECT_TIMEOUT_S = 2.0
 SUSPECT_PAUSE_S = 0.2
-"""Bounds the requests that failed answers of clients cause."""
+"""Bounds the requests that doubts about ranks cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class _Group:
         self.watch = watch
         self.trouble: Trouble | None = None
         self.suspected: set[Rank] = set()
-        """Ranks whose answers to clients have failed lately."""
+        """Ranks whose answers to clients have failed lately, or that have not begun with a request."""
         self.probing: asyncio.Task[None] | None = None
 
 
@@ -77,6 +78,7 @@ class GroupMonitor:
         self._ledger = ledger
         self._rotation = rotation
         self._settings = settings
+        self._unexpected = UnexpectedErrors()
         self._groups = {
             group.name: _Group(group, GroupWatch(group.ranks, hang_after_s=settings.hang_after_s))
             for group in groups
@@ -111,7 +113,7 @@ class GroupMonitor:
         ):
             for group in self._groups.values():
                 for rank in group.ranks:
-                    tasks.create_task(self._ask_health(session, group.watch, rank))
+                    tasks.create_task(self._watch_health(session, group.watch, rank))
             ticked_at_s = time.monotonic()
             while True:
                 now_s = time.monotonic()
@@ -123,34 +125,41 @@ class GroupMonitor:
                     self._judge(group, session, tasks)
                 await asyncio.sleep(TICK_S)
 
+    async def _watch_health(self, session: aiohttp.ClientSession, watch: GroupWatch, rank: Rank) -> None:
+        await keep_asking(
+            rank,
+            partial(self._ask_health, session, watch, rank),
+            failed=lambda _why: watch.missed_health(rank, time.monotonic()),
+            pause_s=lambda: self._settings.health_interval_s,
+        )
+
     async def _ask_health(self, session: aiohttp.ClientSession, watch: GroupWatch, rank: Rank) -> None:
         timeout = aiohttp.ClientTimeout(total=self._settings.health_timeout_s)
-        while True:
-            try:
-                async with session.get(f"http://{rank.endpoint}/health", timeout=timeout) as answer:
-                    watch.saw_health(rank, answer.status, time.monotonic())
-            except TimeoutError:
-                watch.missed_health(rank, time.monotonic())
-            except (aiohttp.ClientError, OSError):
-                watch.saw_refusal(rank, time.monotonic())
-            await asyncio.sleep(self._settings.health_interval_s)
+        url = f"http://{rank.endpoint}/health"
+        try:
+            async with session.get(url, timeout=timeout, allow_redirects=False) as answer:
+                watch.saw_health(rank, answer.status, time.monotonic())
+        except TimeoutError:
+            watch.missed_health(rank, time.monotonic())
+        except (aiohttp.ClientError, OSError):
+            watch.saw_refusal(rank, time.monotonic())
 
     def _judge(self, group: _Group, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> None:
-        trouble = group.watch.trouble(time.monotonic(), self._waiting_since(group.name))
+        placed = self._ledger.placed_after_s
+        trouble = group.watch.trouble(time.monotonic(), placed)
         if trouble is not None:
             if group.trouble is None or group.trouble.verdict is not trouble.verdict:
                 log.warning("group %s is out of rotation: %s", group.name, trouble.reason)
             self._rotation.take_out(group.name, HOLDER, trouble.reason)
             group.suspected.clear()
         group.trouble = trouble
+        if group.probing is not None and not group.probing.done():
+            return
+        if trouble is None:
+            group.suspected.update(group.watch.doubts(placed))
         is_held = HOLDER in self._rotation.held_out_by(group.name)
-        if (is_held or group.suspected) and (group.probing is None or group.probing.done()):
+        if is_held or group.suspected:
             group.probing = tasks.create_task(self._probe(group, session))
-
-    def _waiting_since(self, name: str) -> dict[Rank, float]:
-        accounts = [account for account in self._ledger.accounts if account.rank.group == name]
-        since = {account.rank: self._ledger.waiting_since_s(account) for account in accounts}
-        return {rank: since_s for rank, since_s in since.items() if since_s is not None}
 
     async def _probe(self, group: _Group, session: aiohttp.ClientSession) -> None:
         """Ask suspects for a sign of life; without any, bring the group back once all answer."""
@@ -160,7 +169,7 @@ class GroupMonitor:
         asked = group.watch.suspects() or (group.ranks if group.trouble is None else ())
         timeout_s = self._settings.warm_up_timeout_s
         complaints = await asyncio.gather(
-            *(complaint(session, rank.endpoint, group.model, timeout_s) for rank in asked)
+            *(self._complaint(session, rank, group.model, timeout_s) for rank in asked)
         )
         for rank, problem in zip(asked, complaints, strict=True):
             if problem is None:
@@ -171,15 +180,27 @@ class GroupMonitor:
         elif any(complaints) or not asked:
             await asyncio.sleep(PROBE_PAUSE_S)
 
+    async def _complaint(
+        self, session: aiohttp.ClientSession, rank: Rank, model: str, timeout_s: float
+    ) -> Complaint | None:
+        try:
+            return await complaint(session, rank.endpoint, model, timeout_s)
+        except Exception as error:
+            return Complaint(self._unexpected.describe(rank, error))
+
     async def _ask_suspected(self, group: _Group, session: aiohttp.ClientSession) -> None:
-        """Whether the ranks whose answers to clients failed fail to answer us too."""
+        """Whether ranks that seem not to serve clients do not serve us either."""
+        asked_at_s, timeout_s = time.monotonic(), self._settings.hang_after_s
         suspected = sorted(group.suspected, key=lambda rank: rank.index)
         group.suspected.clear()
         complaints = await asyncio.gather(
-            *(complaint(session, rank.endpoint, group.model, SUSPECT_TIMEOUT_S) for rank in suspected)
+            *(self._complaint(session, rank, group.model, timeout_s) for rank in suspected)
         )
         for rank, problem in zip(suspected, complaints, strict=True):
-            # A busy rank may be late; one that fails does so at once.
-            if problem is not None and not problem.is_late:
+            if problem is None:
+                group.watch.saw_life(rank, time.monotonic())
+            elif problem.is_late:
+                group.watch.saw_late_request(rank, problem.reason, asked_at_s)
+            else:
                 group.watch.saw_failed_request(rank, problem.reason, time.monotonic())
         await asyncio.sleep(SUSPECT_PAUSE_S)

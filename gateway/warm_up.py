@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
+from vllm_ranks.reports.asking import TooLong, read_at_most, shortened
+
 FULL = 503
 """vLLM's answer when a queue limit is reached."""
-PROMPT = "Hello"
+PROMPT = [1]
+"""A token: text would wait for the rank's tokenizer, behind others' prompts, before an engine sees it."""
 MAX_ANSWER_BYTES = 1 << 20
 
 
@@ -39,15 +42,16 @@ async def complaint(
     of a rank that works. One that drains may answer 200 and have aborted the request, or answer 500.
     """
     body = {"model": model, "prompt": PROMPT, "max_tokens": 1}
+    url, timeout = f"http://{endpoint}/v1/completions", aiohttp.ClientTimeout(total=timeout_s)
     try:
-        async with session.post(
-            f"http://{endpoint}/v1/completions", json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
-        ) as answer:
-            text = await answer.content.read(MAX_ANSWER_BYTES)
+        async with session.post(url, json=body, timeout=timeout, allow_redirects=False) as answer:
+            text = await read_at_most(answer.content, MAX_ANSWER_BYTES)
     except TimeoutError:
         return Complaint(f"a request was not answered within {timeout_s:g} s", is_late=True)
     except (aiohttp.ClientError, OSError) as error:
-        return Complaint(f"a request failed: {error}")
+        return Complaint(f"a request failed: {shortened(str(error))}")
+    except TooLong as error:
+        return Complaint(f"the answer to a request is {error}")
     if answer.status >= 500 and answer.status != FULL:
         return Complaint(f"a request was answered {answer.status}")
     if answer.status == 200 and _is_aborted(text):

@@ -13,10 +13,10 @@ import grpc
 import pytest
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 
-from ext_proc.ledger import Reservation
+from ext_proc.reservation import Outcome, Reservation
 from ext_proc.vocabulary import CallKind, RequestFacts
+from gateway.access_entries import SERVICE_NAME
 from gateway.config import Config
-from gateway.failed_answers import SERVICE_NAME
 from gateway.server import GatewayServer
 from tests.builders_ranks import StandInRank
 
@@ -158,6 +158,50 @@ async def test_a_rank_with_requests_and_without_steps_takes_the_group_out(scene:
     assert state["trouble"]["rank"] == "g0/0"
     scene.ranks[0].running, scene.ranks[0].engine_steps = 0, 1
     scene.ranks[0].completion = {}
+    await scene.until(lambda group: group["in_rotation"])
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+async def test_a_request_that_starts_slowly_leaves_a_group_that_answers_in(
+    scene: Scene, waiting: int
+) -> None:
+    """For several times as long as a rank that runs something may stand still."""
+    scene.place_request(1)
+    scene.ranks[1].waiting = waiting
+    end_s = time.monotonic() + 2.0
+    while time.monotonic() < end_s:
+        assert not scene.is_out()
+        await asyncio.sleep(0.02)
+    assert scene.ranks[0].completions_asked == 0
+    # Once an answer has come, only what is told or placed after it can raise a doubt again.
+    asked = scene.ranks[1].completions_asked
+    assert asked == 1 if waiting == 0 else 1 < asked < 10
+
+
+async def test_an_engine_that_never_wakes_is_found_however_many_requests_come_and_go(scene: Scene) -> None:
+    scene.ranks[0].completion = None
+
+    async def come_and_go() -> None:
+        while True:
+            reservation = scene.place_request()
+            await asyncio.sleep(0.05)
+            asyncio.get_running_loop().call_later(
+                1.0, lambda one=reservation: one.release(Outcome.ENDED, time.monotonic())
+            )
+
+    coming = asyncio.create_task(come_and_go())
+    state = await scene.until(lambda group: not group["in_rotation"])
+    coming.cancel()
+    assert state["trouble"]["verdict"] == "hung"
+    assert "was not answered" in state["trouble"]["reason"]
+
+
+async def test_a_doubted_rank_that_fails_to_answer_is_out_at_once(scene: Scene) -> None:
+    scene.ranks[0].completion_status = 500
+    scene.place_request()
+    state = await scene.until(lambda group: not group["in_rotation"])
+    assert state["trouble"]["reason"] == "rank g0/0: a request was answered 500"
+    scene.ranks[0].completion_status = 200
     await scene.until(lambda group: group["in_rotation"])
 
 

@@ -16,6 +16,7 @@ GOOD_PAGE = """\
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="poet",waiting_lora_adapters=""} 1.7e+09
 """
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -29,8 +30,12 @@ class Heard:
         self.causes: list[str] = []
         self.refusals: list[bool] = []
         self.something = asyncio.Event()
+        self.error: Exception | None = None
+        """What taking in a report fails with."""
 
     def on_report(self, _rank: Rank, report: RankReport) -> None:
+        if self.error is not None:
+            raise self.error
         self.reports.append(report)
         self.something.set()
 
@@ -89,6 +94,7 @@ async def test_reports_arrive_over_one_kept_connection() -> None:
         1,
         0.5,
     )
+    assert heard.reports[0].adapters == {"poet"}
     times_s = [report.taken_at_s for report in heard.reports]
     assert times_s == sorted(times_s)
 
@@ -100,6 +106,7 @@ async def test_reports_arrive_over_one_kept_connection() -> None:
         (lambda: web.Response(text="hello"), "no vllm:num_requests_running"),
         (lambda: web.Response(body=b"\xff" * 100), "no vllm:num_requests_running"),
         (lambda: web.Response(text="x" * (9 << 20)), "longer than"),
+        (lambda: web.Response(text=f"vllm:num_requests_running {'x' * 9999}"), "malformed"),
         (lambda: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}), "answered 302"),
     ],
 )
@@ -153,3 +160,21 @@ async def test_addresses_out_of_rank_order_are_pointed_out(caplog: pytest.LogCap
     async with serving(metrics) as endpoint, scraping(endpoint, index=1) as heard:
         assert heard.reports
     assert "reports for engine 0, not 1" in caplog.text
+
+
+async def test_a_report_that_cannot_be_taken_in_is_a_failed_scrape_and_no_end_of_scraping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(text=GOOD_PAGE)
+
+    async with serving(metrics) as endpoint, scraping(endpoint) as heard:
+        heard.error = ZeroDivisionError("as nobody expected")
+        async with asyncio.timeout(10):
+            while len(heard.causes) < 3:
+                await asyncio.sleep(0.001)
+            heard.error, known = None, len(heard.reports)
+            while len(heard.reports) == known:
+                await asyncio.sleep(0.001)
+    assert set(heard.causes) == {"unexpected error: ZeroDivisionError: as nobody expected"}
+    assert [record.exc_info is not None for record in caplog.records].count(True) == 1

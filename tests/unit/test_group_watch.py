@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from ext_proc.vocabulary import Rank, RankReport
-from gateway.group_watch import MISSED_HEALTH_LIMIT, SILENCE_FACTOR, GroupWatch, Trouble, Verdict
+from gateway.group_watch import (
+    DOUBT_SHARE,
+    MISSED_HEALTH_LIMIT,
+    SILENCE_FACTOR,
+    GroupWatch,
+    Placed,
+    Trouble,
+    Verdict,
+)
 
 RANKS = tuple(Rank("g", index, f"10.0.0.1:{8000 + index}") for index in range(2))
 HANG_AFTER_S = 2.0
+DOUBT_AFTER_S = DOUBT_SHARE * HANG_AFTER_S
+
+
+def placed_at(*times_s: float) -> Placed:
+    """Open requests that were placed on rank 0 then."""
+
+    def placed(rank: Rank, after_s: float) -> float | None:
+        return min((at_s for at_s in times_s if rank == RANKS[0] and at_s > after_s), default=None)
+
+    return placed
 
 
 class Scene:
@@ -18,18 +39,30 @@ class Scene:
         self.watch = GroupWatch(RANKS, hang_after_s=HANG_AFTER_S)
         self.steps = [0, 0]
 
-    def report(self, at_s: float, rank: int = 0, *, running: int = 0, steps: int | None = 0) -> None:
+    def report(
+        self,
+        at_s: float,
+        rank: int = 0,
+        *,
+        running: int = 0,
+        waiting: int = 0,
+        kv: float = 0.0,
+        steps: int | None = 0,
+    ) -> None:
         """A rank's report; `steps` more than before, None if it does not tell."""
         if steps is not None:
             self.steps[rank] += steps
         told = None if steps is None else self.steps[rank]
-        report = RankReport(at_s, running=running, waiting=0, kv_cache_usage=0.0, engine_steps=told)
+        report = RankReport(at_s, running=running, waiting=waiting, kv_cache_usage=kv, engine_steps=told)
         self.watch.saw_report(RANKS[rank], report)
 
-    def trouble(self, now_s: float, *, waiting_since_s: float | None = None) -> Trouble | None:
-        """What is wrong; `waiting_since_s` is of rank 0."""
-        waiting = {} if waiting_since_s is None else {RANKS[0]: waiting_since_s}
-        return self.watch.trouble(now_s, waiting)
+    def trouble(self, now_s: float, *, placed_at_s: Sequence[float] = ()) -> Trouble | None:
+        """What is wrong, with open requests that were placed on rank 0 then."""
+        return self.watch.trouble(now_s, placed_at(*placed_at_s))
+
+    def doubts(self, *placed_at_s: float) -> list[Rank]:
+        """Which ranks are doubted, with such requests."""
+        return self.watch.doubts(placed_at(*placed_at_s))
 
     def hang(self) -> None:
         """Let rank 0 hang from 10 s on, which shows at 12 s."""
@@ -37,9 +70,9 @@ class Scene:
             self.report(now_s, running=1)
         assert self.is_hung(12.0)
 
-    def is_hung(self, now_s: float, *, waiting_since_s: float | None = None) -> bool:
+    def is_hung(self, now_s: float, *, placed_at_s: Sequence[float] = ()) -> bool:
         """Whether the group is held to hang."""
-        trouble = self.trouble(now_s, waiting_since_s=waiting_since_s)
+        trouble = self.trouble(now_s, placed_at_s=placed_at_s)
         return trouble is not None and trouble.verdict is Verdict.HUNG
 
 
@@ -138,8 +171,8 @@ def test_silence_says_nothing_while_the_gateway_itself_did_not_run(scene: Scene)
 
 
 def test_a_request_on_a_rank_that_has_stopped_reporting_is_judged_from_its_arrival(scene: Scene) -> None:
-    assert not scene.is_hung(20.0, waiting_since_s=18.0)
-    assert scene.is_hung(21.0, waiting_since_s=18.0)
+    assert not scene.is_hung(20.0, placed_at_s=[18.0])
+    assert scene.is_hung(21.0, placed_at_s=[18.0])
 
 
 def test_steps_however_few_are_progress(scene: Scene) -> None:
@@ -148,18 +181,118 @@ def test_steps_however_few_are_progress(scene: Scene) -> None:
         assert not scene.is_hung(tenth / 10)
 
 
-def test_an_idle_engine_that_does_nothing_about_a_request_hangs(scene: Scene) -> None:
+@pytest.mark.parametrize("waiting", [0, 3])
+def test_a_rank_that_runs_nothing_is_never_held_to_hang_for_a_request_it_has_not_begun_with(
+    scene: Scene, waiting: int
+) -> None:
+    """Its body is arriving, an image being fetched, a grammar compiled: nobody can tell from outside."""
+    for tenth in range(100, 700):
+        now_s = tenth / 10
+        scene.report(now_s, waiting=waiting)
+        assert not scene.is_hung(now_s, placed_at_s=[10.0, 11.0, 30.0])
+
+
+@pytest.mark.parametrize(("waiting", "placed_at_s"), [(0, [10.0]), (3, [10.0]), (3, [])])
+def test_but_it_is_doubted(scene: Scene, waiting: int, placed_at_s: list[float]) -> None:
+    scene.report(10.0, waiting=waiting)
+    scene.report(10.0 + DOUBT_AFTER_S - 0.1, waiting=waiting)
+    assert scene.doubts(*placed_at_s) == []
+    scene.report(10.0 + DOUBT_AFTER_S, waiting=waiting)
+    assert scene.doubts(*placed_at_s) == [RANKS[0]]
+
+
+def test_a_rank_that_runs_requests_needs_no_doubt(scene: Scene) -> None:
     for now_s in (10.0, 11.9):
+        scene.report(now_s, running=1, waiting=1)
+    assert scene.doubts(10.0) == []
+
+
+def test_a_request_that_has_just_begun_to_run_is_given_all_the_time(scene: Scene) -> None:
+    for now_s in (10.0, 14.0):
+        scene.report(now_s, waiting=1)
+    for now_s in (14.1, 16.0):
+        scene.report(now_s, running=1)
+        assert not scene.is_hung(now_s, placed_at_s=[10.0])
+    scene.report(16.1, running=1)
+    assert scene.is_hung(16.1, placed_at_s=[10.0])
+
+
+def test_a_request_that_came_just_before_progress_was_reported_may_have_had_no_part_in_it(
+    scene: Scene,
+) -> None:
+    scene.report(9.9)
+    scene.report(10.0, steps=1)
+    scene.report(10.0 + DOUBT_AFTER_S)
+    assert scene.doubts(9.95) == [RANKS[0]]
+    assert scene.doubts(9.9) == []
+
+
+def test_an_answer_ends_a_doubt_until_a_later_request_is_not_begun_with(scene: Scene) -> None:
+    scene.report(11.0)
+    scene.watch.saw_life(RANKS[0], 11.1)
+    for now_s in (15.0, 20.0):
         scene.report(now_s)
-        assert not scene.is_hung(now_s, waiting_since_s=10.0)
-    scene.report(12.0)
-    assert scene.is_hung(12.0, waiting_since_s=10.0)
+        assert scene.doubts(10.0) == []
+    assert scene.doubts(10.0, 18.0) == [RANKS[0]]
+
+
+def test_a_doubted_rank_that_neither_answers_nor_steps_hangs(scene: Scene) -> None:
+    scene.report(11.0)
+    scene.watch.saw_late_request(RANKS[0], "a request was not answered within 2 s", 11.0)
+    assert scene.trouble(13.0) == Trouble(
+        Verdict.HUNG,
+        RANKS[0],
+        11.0,
+        "rank g/0: a request was not answered within 2 s, and its engine has made no step since",
+    )
+    assert scene.watch.suspects() == [RANKS[0]]
+    scene.report(14.0, steps=1)
+    assert scene.trouble(14.0) is None
+
+
+def test_one_that_is_late_with_an_answer_but_makes_steps_is_busy(scene: Scene) -> None:
+    scene.report(11.0)
+    scene.report(12.0, running=1, steps=1)
+    scene.watch.saw_late_request(RANKS[0], "a request was not answered within 2 s", 11.0)
+    assert scene.trouble(13.0) is None
+
+
+def test_an_answer_that_this_process_had_no_time_to_read_is_not_late(scene: Scene) -> None:
+    scene.report(11.0)
+    scene.watch.was_blind(12.9)
+    scene.watch.saw_late_request(RANKS[0], "a request was not answered within 2 s", 11.0)
+    assert scene.trouble(13.0) is None
+
+
+def test_a_rank_that_does_not_tell_its_steps_may_be_late() -> None:
+    scene = Scene()
+    scene.report(0.0, steps=None)
+    scene.watch.saw_late_request(RANKS[0], "a request was not answered within 2 s", 1.0)
+    assert scene.trouble(3.0) is None
 
 
 def test_a_slow_reader_of_a_finished_answer_is_no_hang(scene: Scene) -> None:
     scene.report(11.0, running=1, steps=5)
     scene.report(12.0, running=0, steps=5)
-    assert not scene.is_hung(60.0, waiting_since_s=10.0)
+    scene.report(60.0)
+    assert not scene.is_hung(60.0, placed_at_s=[10.0])
+    assert scene.doubts(10.0) == []
+
+
+def test_a_long_prompt_is_progress_though_no_step_is_counted_before_its_last(scene: Scene) -> None:
+    for chunk in range(20):
+        scene.report(10.0 + chunk, running=1, kv=0.01 * chunk)
+        assert not scene.is_hung(10.0 + chunk, placed_at_s=[9.9])
+    scene.report(31.0, running=1, kv=0.19)
+    assert scene.is_hung(31.0, placed_at_s=[9.9])
+
+
+@pytest.mark.parametrize("change", [{"running": 2}, {"running": 1, "waiting": 1}, {"running": 1, "kv": 0.1}])
+def test_whatever_an_engine_tells_anew_ends_a_hang(scene: Scene, change: dict[str, Any]) -> None:
+    """A hanging one tells nothing, not even that its clients have given up."""
+    scene.hang()
+    scene.report(30.0, **change)
+    assert not scene.is_hung(30.0)
 
 
 def test_work_after_a_long_rest_is_judged_from_its_beginning(scene: Scene) -> None:
@@ -183,9 +316,8 @@ def test_a_hang_ends_with_progress(scene: Scene) -> None:
 
 
 def test_a_hang_does_not_end_because_its_clients_have_given_up(scene: Scene) -> None:
-    scene.report(12.0)
-    assert scene.is_hung(12.0, waiting_since_s=10.0)
-    scene.report(13.0)
+    scene.hang()
+    scene.report(13.0, running=1)
     assert scene.is_hung(13.0)
     assert scene.watch.suspects() == [RANKS[0]]
 

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ext_proc.vocabulary import RankCounters
-from vllm_ranks.reports.metrics_text import UnreadableReport, parse_metrics
+from vllm_ranks.reports.metrics_text import (
+    MAX_ADAPTER_CHARS,
+    MAX_ADAPTERS,
+    MAX_ADAPTERS_LINE_CHARS,
+    UnreadableReport,
+    parse_metrics,
+)
 
 GAUGE_NAMES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
@@ -79,6 +85,50 @@ def test_an_embedded_rank_also_tells_its_wave() -> None:
     assert parse_metrics(text).wave == 7
 
 
+def with_adapters(*told: tuple[str, str, float]) -> str:
+    """A page whose engine has written that these adapters run, and these wait, at these times."""
+    registry = CollectorRegistry()
+    labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+    gauge = Gauge("vllm:lora_requests_info", "help", labels, registry=registry)
+    for running, waiting, at_s in told:
+        gauge.labels("2", waiting, running).set(at_s)
+    return page({"0": (0, 0, 0)}) + generate_latest(registry).decode()
+
+
+def test_adapters_are_those_that_run_or_wait_at_the_newest_of_all_times_told() -> None:
+    newest = ("poet,clerk", "poet,judge", 1.7e9 + 0.2)
+    text = with_adapters(("gone", "", 1.7e9 + 0.1), newest, ("", "", 1.7e9))
+    assert parse_metrics(text).adapters == {"poet", "clerk", "judge"}
+
+
+def test_an_engine_that_has_become_idle_runs_no_adapter() -> None:
+    assert parse_metrics(with_adapters(("poet", "poet", 1.7e9), ("", "", 1.7e9 + 1))).adapters == frozenset()
+    assert parse_metrics(with_adapters()).adapters == frozenset()
+    assert parse_metrics(page({"0": (0, 0, 0)})).adapters == frozenset()
+
+
+def test_only_so_many_adapters_are_taken_from_a_page_and_none_with_an_endless_name() -> None:
+    names = [f"a{number}" for number in range(2 * MAX_ADAPTERS)]
+    read = parse_metrics(with_adapters((",".join(names), "", 1.7e9)))
+    assert read.adapters == set(names[:MAX_ADAPTERS])
+    longest = "x" * MAX_ADAPTER_CHARS
+    assert parse_metrics(with_adapters((f"{longest}x,{longest}", "", 1.7e9))).adapters == {longest}
+    endless = "x," * (MAX_ADAPTERS_LINE_CHARS // 2)
+    assert parse_metrics(with_adapters((endless, "", 1.7e9))).adapters == frozenset()
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.text('ab\n"\\ {}=', min_size=1), max_size=4), st.floats(1e9, 2e9)),
+        unique_by=(lambda told: tuple(told[0]), lambda told: told[1]),
+    )
+)
+def test_adapters_are_read_back_whatever_their_names(told: list[tuple[list[str], float]]) -> None:
+    text = with_adapters(*((",".join(names), "", at_s) for names, at_s in told))
+    newest = max(told, key=lambda one: one[1], default=([], 0.0))
+    assert parse_metrics(text).adapters == set(newest[0])
+
+
 @pytest.mark.parametrize("missing", GAUGE_NAMES)
 def test_a_missing_gauge_is_named(missing: str) -> None:
     text = "\n".join(
@@ -88,10 +138,31 @@ def test_a_missing_gauge_is_named(missing: str) -> None:
         parse_metrics(text)
 
 
-@pytest.mark.parametrize("value", ["NaN", "+Inf", "many", ""])
+@pytest.mark.parametrize("line", ['{running_lora_adapters="a"} today', "{running_lora_adapters} 1.7e9"])
+def test_a_malformed_line_on_adapters_is_refused(line: str) -> None:
+    with pytest.raises(UnreadableReport):
+        parse_metrics(page({"0": (0, 0, 0)}) + f"vllm:lora_requests_info{line}\n")
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1", "1e308", "many", ""])
 def test_a_value_that_is_no_count_is_refused(value: str) -> None:
     with pytest.raises(UnreadableReport):
         parse_metrics(page({"0": (0, 0, 0)}) + f'vllm:num_requests_running{{engine="1"}} {value}\n')
+
+
+@pytest.mark.parametrize("size", ["9" * 16, "9" * 400, "9" * 5000])
+@pytest.mark.parametrize("label", ["kv_cache_size_tokens", "num_gpu_blocks", "block_size"])
+def test_a_kv_cache_larger_than_can_be_is_refused(label: str, size: str) -> None:
+    labels = {"num_gpu_blocks": "100", "block_size": "16", label: size}
+    printed = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    with pytest.raises(UnreadableReport):
+        parse_metrics(page({"0": (0, 0, 0)}) + f"vllm:cache_config_info{{{printed}}} 1.0\n")
+
+
+def test_a_page_with_more_lines_that_matter_than_engines_could_have_is_refused() -> None:
+    with pytest.raises(UnreadableReport, match="more than"):
+        parse_metrics('vllm:num_requests_running{engine="0"} 1\n' * 10_000)
+    assert parse_metrics(page({str(rank): (1, 0, 0) for rank in range(256)})).running == 256
 
 
 @given(
@@ -115,3 +186,11 @@ def test_what_the_library_prints_is_read_back(values: dict[str, tuple[int, int, 
 def test_no_text_breaks_the_reading_otherwise(text: str) -> None:
     with pytest.raises(UnreadableReport):
         parse_metrics(text)
+
+
+@given(st.lists(st.tuples(st.sampled_from(GAUGE_NAMES), st.text(), st.text()), max_size=5))
+def test_no_line_breaks_the_reading_otherwise(lines: list[tuple[str, str, str]]) -> None:
+    try:
+        parse_metrics("".join(f"{name}{{{labels}}} {value}\n" for name, labels, value in lines))
+    except UnreadableReport:
+        pass

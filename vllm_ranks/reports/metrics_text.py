@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +24,14 @@ INTER_TOKEN_COUNT = "vllm:inter_token_latency_seconds_count"
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 ENGINE_STEPS = "vllm:iteration_tokens_total_count"
 WAVE = "embedded:data_parallel_wave"
+LORA_REQUESTS = "vllm:lora_requests_info"
+
+MAX_ADAPTERS = 256
+"""LoRA adapters taken from one page."""
+MAX_ADAPTER_CHARS = 256
+"""An adapter with a longer name is left out."""
+MAX_ADAPTERS_LINE_CHARS = 64 * 1024
+"""Of a longer line nothing is taken: it would keep the parser, and so all others, busy."""
 
 COMPUTED = "local_compute"
 """The `source` of prompt tokens that came from no cache."""
@@ -30,7 +39,12 @@ COMPUTED = "local_compute"
 _GAUGES = (RUNNING, WAITING, KV_CACHE_USAGE)
 _COUNTERS = (FIRST_TOKENS, INTER_TOKEN_SUM, INTER_TOKEN_COUNT, PROMPT_TOKENS)
 _WANTED = (*_GAUGES, *_COUNTERS, CACHE_CONFIG, ENGINE_STEPS, WAVE)
+MAX_WANTED_CHARS = 256 * 1024
+"""Of the lines that matter: some hundred engines. More would keep the parser, and so all others, busy."""
+LARGEST_COUNT = 1 << 53
+"""Up to here a float counts one by one; a rank that says more is not counting."""
 _WANTED_LINE = re.compile(rf"^(?:{'|'.join(_WANTED)})[{{ ].*\n?", re.MULTILINE)
+_LORA_LINE = re.compile(rf"^{LORA_REQUESTS}\{{.*\}} (\S+)\n?", re.MULTILINE)
 
 
 class UnreadableReport(ValueError):
@@ -50,6 +64,8 @@ class MetricsPage:
     kv_block_tokens: int | None
     engine_steps: int | None
     wave: int | None
+    adapters: frozenset[str]
+    """LoRA adapters with requests, running or waiting, when the page's engines last told."""
     engines: frozenset[str]
     """Values of the `engine` label: the global data-parallel ranks that speak through this page."""
 
@@ -57,21 +73,25 @@ class MetricsPage:
 def parse_metrics(text: str) -> MetricsPage:
     """What matters of a `/metrics` page.
 
-    A page of several engines (an internal-LB server adopted as one rank) is summed; KV usage is the highest.
+    A page of several engines (an internal-LB server adopted as one rank) is summed; KV usage is the highest,
+    adapters are those of the engine that told last.
 
     Raises:
-        UnreadableReport: a gauge is missing or a line is malformed.
+        UnreadableReport: a gauge is missing, a line is malformed, or a value cannot be.
     """
+    wanted = "".join(_WANTED_LINE.findall(text)) + "\n"
+    if len(wanted) > MAX_WANTED_CHARS:
+        raise UnreadableReport(f"more than {MAX_WANTED_CHARS} characters of metrics of engines")
     values: dict[str, list[float]] = {name: [] for name in _WANTED}
     engines = set()
     kv_capacity_tokens = 0
     kv_block_tokens = None
     try:
-        for family in text_string_to_metric_families("".join(_WANTED_LINE.findall(text)) + "\n"):
+        for family in text_string_to_metric_families(wanted):
             for sample in family.samples:
                 if sample.labels.get("source", COMPUTED) != COMPUTED:
                     continue
-                values[sample.name].append(sample.value)
+                values[sample.name].append(_count(sample.value))
                 if sample.name == CACHE_CONFIG:
                     kv_capacity_tokens += _kv_capacity_tokens(sample.labels)
                     kv_block_tokens = _positive(sample.labels.get("block_size", ""))
@@ -93,6 +113,7 @@ def parse_metrics(text: str) -> MetricsPage:
             kv_block_tokens=kv_block_tokens,
             engine_steps=int(sum(values[ENGINE_STEPS])) if values[ENGINE_STEPS] else None,
             wave=int(max(values[WAVE])) if values[WAVE] else None,
+            adapters=_adapters(text),
             engines=frozenset(engines),
         )
     except (ValueError, OverflowError, KeyError) as error:
@@ -103,8 +124,32 @@ def parse_metrics(text: str) -> MetricsPage:
     return page
 
 
+def _adapters(text: str) -> frozenset[str]:
+    """LoRA adapters of the newest `vllm:lora_requests_info`, whose value is the time it was written at.
+
+    vLLM writes one after each step with work, and keeps all label sets that there ever were, one for each
+    order of names: only the newest is handed to the parser. Once no request for an adapter is left, the
+    newest names none.
+    """
+    newest = max(_LORA_LINE.finditer(text), key=lambda line: float(line[1]), default=None)
+    if newest is None or len(newest[0]) > MAX_ADAPTERS_LINE_CHARS:
+        return frozenset()
+    (family,) = text_string_to_metric_families(newest[0])
+    (sample,) = family.samples
+    listed = (sample.labels.get(f"{state}_lora_adapters", "") for state in ("running", "waiting"))
+    names = dict.fromkeys(name for names in listed for name in names.split(","))
+    usable = (name for name in names if 0 < len(name) <= MAX_ADAPTER_CHARS)
+    return frozenset(islice(usable, MAX_ADAPTERS))
+
+
+def _count(value: float) -> float:
+    if not 0 <= value <= LARGEST_COUNT:  # neither does NaN pass
+        raise ValueError(f"{value:g} is no count")
+    return value
+
+
 def _positive(text: str) -> int | None:
-    return int(text) or None if text.isdecimal() else None
+    return int(_count(int(text))) or None if text.isdecimal() else None
 
 
 def _kv_capacity_tokens(labels: dict[str, str]) -> int:
@@ -115,5 +160,5 @@ def _kv_capacity_tokens(labels: dict[str, str]) -> int:
             size = 1
             for factor in factors:
                 size *= int(factor)
-            return size
+            return int(_count(size))
     return 0

@@ -10,11 +10,13 @@ import logging
 import random
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Protocol
 
 import aiohttp
 
 from ext_proc.vocabulary import Rank, RankReport
+from vllm_ranks.reports.asking import TooLong, keep_asking, read_at_most, shortened
 from vllm_ranks.reports.metrics_text import UnreadableReport, parse_metrics
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,8 @@ class Scraper:
         self._interval_s = interval_s
         self._jitter_ratio = jitter_ratio
         self._timeout_s = timeout_s
-        self._tried: set[Rank] = set()
+        self._complaints: dict[Rank, str | None] = {}
+        """Of each rank that has been tried."""
         self._first_round = asyncio.Event()
 
     async def wait_first_round(self) -> None:
@@ -73,33 +76,44 @@ class Scraper:
             timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
-            previous_complaint: str | None = ""
-            while True:
-                complaint = await self._scrape_once(session, rank)
-                if complaint != previous_complaint:
-                    if complaint is None:
-                        log.info("rank %s at %s reports", rank.name, rank.endpoint)
-                    else:
-                        log.warning("rank %s at %s: %s", rank.name, rank.endpoint, complaint)
-                    previous_complaint = complaint
-                self._tried.add(rank)
-                if len(self._tried) == len(self._ranks):
-                    self._first_round.set()
-                await asyncio.sleep(
-                    self._interval_s * random.uniform(1 - self._jitter_ratio, 1 + self._jitter_ratio)
-                )
+            await keep_asking(
+                rank,
+                partial(self._scrape_once, session, rank),
+                failed=partial(self._fail, rank),
+                pause_s=self._next_pause_s,
+            )
 
-    async def _scrape_once(self, session: aiohttp.ClientSession, rank: Rank) -> str | None:
-        """Hand one report to the listener, or why there is none. Returns what an operator should look at."""
+    def _next_pause_s(self) -> float:
+        return self._interval_s * random.uniform(1 - self._jitter_ratio, 1 + self._jitter_ratio)
+
+    def _fail(self, rank: Rank, cause: str, *, refused: bool = False) -> None:
+        self._listener.on_failed_scrape(rank, cause, refused=refused)
+        self._tell(rank, cause)
+
+    def _tell(self, rank: Rank, complaint: str | None) -> None:
+        """The rank has been tried: tell an operator what there is to look at, if that is news."""
+        if complaint != self._complaints.get(rank, ""):
+            if complaint is None:
+                log.info("rank %s at %s reports", rank.name, rank.endpoint)
+            else:
+                log.warning("rank %s at %s: %s", rank.name, rank.endpoint, complaint)
+        self._complaints[rank] = complaint
+        if len(self._complaints) == len(self._ranks):
+            self._first_round.set()
+
+    async def _scrape_once(self, session: aiohttp.ClientSession, rank: Rank) -> None:
+        """Hand one report to the listener, or why there is none."""
         refused = False
         try:
             async with session.get(f"http://{rank.endpoint}/metrics", allow_redirects=False) as response:
                 if response.status != 200:
                     raise UnreadableReport(f"/metrics answered {response.status}")
-                page = await _read_at_most(response, MAX_PAGE_BYTES)
+                page = await read_at_most(response.content, MAX_PAGE_BYTES)
             metrics = parse_metrics(page.decode("utf-8", "replace"))
         except UnreadableReport as error:
-            cause = str(error)
+            cause = shortened(str(error))
+        except TooLong as error:
+            cause = f"/metrics is {error}"
         except TimeoutError:
             cause = f"no answer within {self._timeout_s:g} s"
         except aiohttp.ClientConnectorError as error:
@@ -120,20 +134,16 @@ class Scraper:
                     kv_capacity_tokens=metrics.kv_capacity_tokens,
                     kv_block_tokens=metrics.kv_block_tokens,
                     engine_steps=metrics.engine_steps,
+                    adapters=metrics.adapters,
                 ),
             )
-            if metrics.engines != {str(rank.index)}:
-                named = ", ".join(sorted(metrics.engines)) or "none"
-                return f"reports for engine {named}, not {rank.index}: are the addresses in order of rank?"
-            return None
-        self._listener.on_failed_scrape(rank, cause, refused=refused)
-        return cause
+            self._tell(rank, _strange_engines(rank, metrics.engines))
+            return
+        self._fail(rank, cause, refused=refused)
 
 
-async def _read_at_most(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > limit_bytes:
-            raise UnreadableReport(f"/metrics is longer than {limit_bytes} bytes")
-    return bytes(body)
+def _strange_engines(rank: Rank, engines: frozenset[str]) -> str | None:
+    if engines == {str(rank.index)}:
+        return None
+    named = shortened(", ".join(sorted(engines)) or "none")
+    return f"reports for engine {named}, not {rank.index}: are the addresses in order of rank?"
