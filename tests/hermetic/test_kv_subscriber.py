@@ -27,13 +27,16 @@ LIMIT_S = 15.0
 class StandInPublisher:
     """A rank that publishes events as vLLM does, and can lose some on the way."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self._context = zmq.asyncio.Context()
+        self._context.setsockopt(zmq.IPV6, int(":" in host))
         self._publisher = self._context.socket(zmq.PUB)
         self._replayer = self._context.socket(zmq.ROUTER)
-        self.port = self._publisher.bind_to_random_port("tcp://127.0.0.1")
-        self.replay_port = self._replayer.bind_to_random_port("tcp://127.0.0.1")
+        self.port = self._publisher.bind_to_random_port(f"tcp://{host}")
+        self.replay_port = self._replayer.bind_to_random_port(f"tcp://{host}")
         self.kept: list[tuple[int, bytes]] = []
+        self.nonsense: list[bytes] | None = None
+        """Sent before anything that is asked for again."""
         self.sequence = 0
         self._serving = asyncio.create_task(self._serve())
 
@@ -49,6 +52,8 @@ class StandInPublisher:
         while True:
             client, _, start = await self._replayer.recv_multipart()
             first = int.from_bytes(start, "big")
+            if self.nonsense is not None:
+                await self._replayer.send_multipart([client, *self.nonsense])
             for sequence, payload in self.kept:
                 if sequence >= first:
                     number = sequence.to_bytes(8, "big")
@@ -64,10 +69,14 @@ class StandInPublisher:
 class Scene:
     """A rank's HTTP side, and what a subscriber has heard."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
         self.publisher: StandInPublisher | None = None
         self.heard: list[CacheEvent] = []
         self.unknown = 0
+        self.asked = 0
+        self.sources_answer: web.Response | None = None
+        """Instead of what is so."""
         self.held = HeldBlocks(1000)
         self.rank = Rank("g", 0, "")
         self._runner: web.AppRunner | None = None
@@ -77,8 +86,8 @@ class Scene:
         app.add_routes([web.get("/kv_event_sources", self._sources)])
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.rank = Rank("g", 0, f"127.0.0.1:{self._runner.addresses[0][1]}")
+        await web.TCPSite(self._runner, self._host.strip("[]"), 0).start()
+        self.rank = Rank("g", 0, f"{self._host}:{self._runner.addresses[0][1]}")
         return self
 
     async def __aexit__(self, *_exception: object) -> None:
@@ -88,6 +97,9 @@ class Scene:
             self.publisher.close()
 
     async def _sources(self, _request: web.Request) -> web.Response:
+        self.asked += 1
+        if self.sources_answer is not None:
+            return web.Response(body=self.sources_answer.body, content_type="application/json")
         if self.publisher is None:
             return web.json_response({})
         source = {
@@ -192,6 +204,16 @@ async def test_a_cache_of_which_the_beginning_is_not_kept_is_not_known_wholly(sc
         await scene.until(lambda: scene.held.is_whole)
 
 
+async def test_a_rank_at_an_ipv6_address_is_followed_and_asked_for_what_was_before() -> None:
+    async with Scene("[::1]") as scene:
+        scene.publisher = StandInPublisher("[::1]")
+        await scene.publisher.publish(removed(0))
+        async with following(scene):
+            await scene.until(lambda: numbers(scene) == [0])
+            await scene.publisher.publish(removed(1))
+            await scene.until(lambda: numbers(scene) == [0, 1])
+
+
 async def test_a_lost_batch_is_asked_for_and_comes_in_its_place(scene: Scene) -> None:
     assert scene.publisher is not None
     async with following(scene):
@@ -273,3 +295,56 @@ async def test_what_cannot_be_read_makes_the_cache_unknown(scene: Scene) -> None
         await scene.publisher.publish({"type": "BlockStored"})
         await scene.until(lambda: scene.unknown == 2)
     assert (scene.cached_tokens([1, 2]), scene.held.is_whole) == (0, False)
+
+
+@pytest.mark.parametrize("frames", [[], [b"", b""], [b"x"], [b"", b"", b"", b"", b""]], ids=len)
+async def test_nonsense_instead_of_what_was_kept_is_passed_over(
+    scene: Scene, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_subscriber, "REPLAY_TIMEOUT_S", 0.5)
+    assert scene.publisher is not None
+    scene.publisher.nonsense = frames
+    async with following(scene):
+        await scene.until(lambda: scene.unknown == 1)
+        await scene.publisher.publish(removed(1))
+        await scene.until(lambda: numbers(scene) == [1])
+
+
+async def test_what_was_kept_is_not_read_beyond_a_bound(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_subscriber, "MAX_REPLAY_BYTES", 100)
+    assert scene.publisher is not None
+    for number in range(20):
+        await scene.publisher.publish(removed(number))
+    async with following(scene):
+        await scene.until(lambda: "sends more than 100 bytes" in caplog.text)
+        scene.publisher.kept.clear()
+        await scene.until(lambda: scene.unknown == 1)
+    assert numbers(scene) == []
+
+
+async def test_a_rank_that_stops_making_sense_is_no_longer_known_wholly(scene: Scene) -> None:
+    assert scene.publisher is not None
+    async with following(scene):
+        await scene.publisher.publish(stored(1, [1, 2]))
+        await scene.until(lambda: scene.cached_tokens([1, 2]) == 2)
+        scene.sources_answer = web.json_response([])
+        await scene.until(lambda: scene.unknown == 2)
+        assert (scene.cached_tokens([1, 2]), scene.held.is_whole) == (0, False)
+        scene.sources_answer = None
+        await scene.until(lambda: scene.cached_tokens([1, 2]) == 2)
+
+
+@pytest.mark.parametrize("field", ["port", "replay_port"])
+async def test_an_address_that_is_none_is_named_once(
+    scene: Scene, field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert scene.publisher is not None
+    right, asked = getattr(scene.publisher, field), scene.asked
+    setattr(scene.publisher, field, "nonsense")
+    async with following(scene):
+        await scene.until(lambda: scene.asked >= asked + 3)
+        setattr(scene.publisher, field, right)
+        await scene.until(lambda: scene.unknown == 1)
+    assert caplog.text.count("cannot connect to 'tcp://127.0.0.1:nonsense'") == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -19,6 +19,8 @@ OWN_CACHE = (None, "GPU")
 """`medium` of events about the engine's own cache, on a CPU too; others are about what it offloads."""
 WHOLE_PROMPTS = (None, "full_attention", "mla_attention", "sink_full_attention")
 """`kv_cache_spec_kind` of caches that keep all of a prompt, not just the last part or a state of it."""
+
+LOW_64_BITS = (1 << 64) - 1
 
 
 class UnreadableEvents(ValueError):
@@ -32,7 +34,31 @@ _OLD_FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 """Positions of the fields that matter, after the type, where events are arrays."""
 
-_decoder = msgspec.msgpack.Decoder()
+_BlockHash = int | bytes
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    timestamp: float
+    events: list[dict[str, Any] | list[Any]]
+
+
+class _Stored(msgspec.Struct):
+    block_hashes: list[_BlockHash]
+    parent_block_hash: _BlockHash | None
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    lora_name: str | None = None
+    kv_cache_spec_kind: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+
+
+class _Removed(msgspec.Struct):
+    block_hashes: list[_BlockHash]
+    group_idx: int | None = None
+
+
+_decoder = msgspec.msgpack.Decoder(_Batch)
 
 
 def read_batch(payload: bytes) -> list[CacheEvent]:
@@ -41,49 +67,53 @@ def read_batch(payload: bytes) -> list[CacheEvent]:
     Raises UnreadableEvents.
     """
     try:
-        batch = _decoder.decode(payload)
-        return [event for raw in batch[1] if (event := _event(raw)) is not None]
-    except (msgspec.DecodeError, AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
+        return [event for raw in _decoder.decode(payload).events if (event := _event(raw)) is not None]
+    except msgspec.DecodeError as error:
         raise UnreadableEvents(f"not a batch of KV cache events: {error}") from error
 
 
-def _event(raw: Any) -> CacheEvent | None:
-    if isinstance(raw, Mapping):
-        kind, fields = raw["type"], raw
-    else:
-        kind = raw[0]
-        fields = dict(zip(_OLD_FIELDS.get(kind, ()), raw[1:], strict=False))
+def _event(raw: dict[str, Any] | list[Any]) -> CacheEvent | None:
+    fields = raw if isinstance(raw, dict) else _named(raw)
+    kind = fields.get("type")
     if fields.get("medium") not in OWN_CACHE:
         return None
     if kind == "BlockStored":
-        return _stored(fields)
+        return _stored(msgspec.convert(fields, _Stored))
     if kind == "BlockRemoved":
-        return BlocksRemoved([_name(one) for one in fields["block_hashes"]], fields.get("group_idx"))
+        removed = msgspec.convert(fields, _Removed)
+        return BlocksRemoved([_name(one) for one in removed.block_hashes], removed.group_idx)
     return AllBlocksCleared() if kind == "AllBlocksCleared" else None
 
 
-def _stored(fields: Mapping[str, Any]) -> BlocksStored | None:
-    if fields.get("kv_cache_spec_kind") not in WHOLE_PROMPTS:
+def _named(values: list[Any]) -> dict[str, Any]:
+    """The fields of an event that is an array."""
+    kind = values[0] if values and isinstance(values[0], str) else ""
+    return dict(zip(("type", *_OLD_FIELDS.get(kind, ())), values, strict=False))
+
+
+def _stored(event: _Stored) -> BlocksStored | None:
+    if event.kv_cache_spec_kind not in WHOLE_PROMPTS:
         return None
-    parent, adapter = fields["parent_block_hash"], fields.get("lora_name")
     return BlocksStored(
-        [_name(one) for one in fields["block_hashes"]],
-        None if parent is None else _name(parent),
-        list(fields["token_ids"]),
-        int(fields["block_size"]),
-        adapter,
+        [_name(one) for one in event.block_hashes],
+        None if event.parent_block_hash is None else _name(event.parent_block_hash),
+        event.token_ids,
+        event.block_size,
+        event.lora_name,
         {
             position: rest
-            for position, keys in enumerate(fields.get("extra_keys") or ())
-            if keys and (rest := _without(adapter, keys))
+            for position, keys in enumerate(event.extra_keys or ())
+            if keys and (rest := _without(event.lora_name, keys))
         },
-        fields.get("group_idx"),
+        event.group_idx,
     )
 
 
-def _name(block_hash: int | bytes) -> int:
+def _name(block_hash: _BlockHash) -> int:
     """A block's hash as an integer, which is what vLLM itself makes of its low 64 bits."""
-    return block_hash if isinstance(block_hash, int) else int.from_bytes(block_hash[-8:], "big")
+    if isinstance(block_hash, int):
+        return block_hash & LOW_64_BITS
+    return int.from_bytes(block_hash[-8:], "big")
 
 
 def _without(adapter: str | None, keys: Iterable[object]) -> tuple[object, ...]:
@@ -116,21 +146,22 @@ class EventOrder:
 
     def __init__(self) -> None:
         self._next_sequence = 0
-        self._replayed: dict[int, bytes] = {}
+        self._replayed: dict[int, int] = {}
+        """Hashes of what was sent again, by its number: payloads would take hundreds of megabytes."""
 
     def replayed(self, batches: Iterable[Batch]) -> None:
         """These have been sent again on request; some of them are still to come on the ordinary way."""
-        self._replayed = {batch.sequence: batch.payload for batch in batches}
+        self._replayed = {batch.sequence: hash(batch.payload) for batch in batches}
         self._next_sequence = max([self._next_sequence, *(sequence + 1 for sequence in self._replayed)])
 
     def is_known(self, batch: Batch) -> bool:
         """Whether the batch is one of those sent again: its time stamp makes it unlike any other."""
-        return self._replayed.get(batch.sequence) == batch.payload
+        return self._replayed.get(batch.sequence) == hash(batch.payload)
 
     def accept(self, batch: Batch) -> Gap | None:
         """Take note of a batch that has arrived; what is missing before it, if anything."""
         expected, self._next_sequence = self._next_sequence, batch.sequence + 1
+        self._replayed = {}  # those still to come on the ordinary way would have come before
         if batch.sequence >= expected:
             return None if batch.sequence == expected else Gap(expected, batch.sequence, restarted=False)
-        self._replayed = {}
         return Gap(0, batch.sequence, restarted=True)
