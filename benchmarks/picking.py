@@ -19,10 +19,11 @@ from ext_proc.admission import Admission
 from ext_proc.decision import Placed
 from ext_proc.facts import BLOCK_TOKENS, read_facts
 from ext_proc.groups import GroupFacts
-from ext_proc.ledger import Ledger, Outcome
+from ext_proc.ledger import Ledger
 from ext_proc.picker import Picker
 from ext_proc.policies import make_policy
 from ext_proc.prompt_blocks import BYTES_PER_TOKEN
+from ext_proc.reservation import Outcome
 from ext_proc.settings import AdmissionSettings, LedgerSettings, Targets
 from ext_proc.step_times import StepCosts, StepTimes
 from ext_proc.vocabulary import Rank, RankCounters, RankReport, RequestFacts
@@ -121,11 +122,10 @@ def _busy_ledger(size: int, facts: RequestFacts) -> Ledger:
             name=name,
             lock_step=True,
             times=StepTimes(StepCosts(), 2048, budget_is_known=True),
-            block_tokens=BLOCK_TOKENS,
         )
         for name in {rank.group for rank in ranks}
     }
-    ledger = Ledger(ranks, groups, LedgerSettings(), Targets())
+    ledger = Ledger(ranks, groups, LedgerSettings(block_tokens=BLOCK_TOKENS), Targets())
     others = [
         RequestFacts(facts.kind, str(n), model="m", prompt_tokens=500, max_tokens=256)
         for n in range(REQUESTS_PER_RANK)

@@ -15,9 +15,10 @@ from benchmarks.traces import BLOCK_TOKENS, TraceRequest
 from ext_proc.admission import Admission
 from ext_proc.decision import Placed, Refused
 from ext_proc.groups import GroupFacts
-from ext_proc.ledger import Ledger, Outcome, Reservation
+from ext_proc.ledger import Ledger
 from ext_proc.picker import Picker
 from ext_proc.policies import make_policy
+from ext_proc.reservation import Outcome, Reservation
 from ext_proc.settings import AdmissionSettings, LedgerSettings, Targets
 from ext_proc.step_times import StepCosts, StepTimes
 from ext_proc.vocabulary import CallKind, Rank, RankCounters, RankReport, RequestFacts
@@ -164,7 +165,6 @@ class _Run:
                     f"g{group}",
                     lock_step=deployment.lock_step and deployment.ranks > 1,
                     times=StepTimes(gateway.prior, budget, budget_is_known=gateway.budget_is_known),
-                    block_tokens=BLOCK_TOKENS,
                 )
                 for group in range(deployment.groups)
             },
@@ -202,7 +202,8 @@ class _Run:
             else:
                 self._admission.advance(now_s)
             self._submit_decided(now_s)
-            wake_s = self._admission.next_wake_s(now_s)
+            if wake_s is None or now_s >= wake_s:
+                wake_s = self._admission.next_wake_s(now_s)
 
     def _arrive(self, n: int, now_s: float) -> None:
         request = self.served[n].request
@@ -247,8 +248,6 @@ class _Run:
             case Finished():
                 self.served[int(event.request_id)].finished_s = now_s
                 self._reservations.pop(event.request_id).release(Outcome.ENDED, now_s)
-                self._admission.advance(now_s)
-                self._submit_decided(now_s)
             case _:
                 self.served[int(event.request_id)].refused = True
                 self._reservations.pop(event.request_id).release(Outcome.ENDED, now_s)
@@ -265,7 +264,6 @@ class _Run:
         else:
             metrics = self.engine.metrics(*self._place[rank])
             self.ledger.record_report(rank, _report(metrics, self._deployment.kv_tokens, now_s))
-        self._admission.advance(now_s)
 
 
 def _group_specs(deployment: Deployment) -> Iterator[GroupSpec]:

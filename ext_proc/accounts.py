@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from ext_proc.prefill_queue import PrefillQueue
 from ext_proc.rank_cache import RankCache
+from ext_proc.settings import LedgerSettings
 from ext_proc.vocabulary import Rank, RankReport
 
 if TYPE_CHECKING:
     from ext_proc.groups import GroupAccount
-    from ext_proc.ledger import Reservation
+    from ext_proc.reservation import Reservation
 
 
 class RankAccount:
@@ -31,6 +32,7 @@ class RankAccount:
         "foreign_requests",
         "group",
         "kv_capacity_tokens",
+        "open",
         "pick_sequence",
         "picks",
         "picks_since_report",
@@ -38,15 +40,14 @@ class RankAccount:
         "prompt_tokens_open",
         "rank",
         "report",
-        "reservations",
         "unobserved",
     )
 
-    def __init__(self, rank: Rank, group: GroupAccount, index_blocks: int) -> None:
+    def __init__(self, rank: Rank, group: GroupAccount, settings: LedgerSettings) -> None:
         self.rank = rank
         self.group = group
-        self.reservations = 0
-        """Open reservations: requests this gateway sent and has not seen end."""
+        self.open: dict[Reservation, None] = {}
+        """Open reservations, in the order of their placing."""
         self.picks = 0
         """Reservations ever taken."""
         self.picks_since_report = 0
@@ -59,7 +60,9 @@ class RankAccount:
         self.prompt_tokens_open = 0
         """Prompt tokens of all open reservations."""
         self.cache = RankCache(
-            by_tokens=group.by_tokens, text_block_tokens=group.block_tokens, max_blocks=index_blocks
+            by_tokens=group.by_tokens,
+            text_block_tokens=settings.block_tokens,
+            max_blocks=settings.index_blocks,
         )
         self.kv_capacity_tokens: int | None = None
         """Size of the KV cache, once the rank has reported it."""
@@ -75,25 +78,41 @@ class RankAccount:
         self._own_peak = 0
         self._own_peak_before = 0
 
+    @property
+    def reservations(self) -> int:
+        """How many reservations are open: requests this gateway sent and has not seen end."""
+        return len(self.open)
+
+    def placed_after_s(self, time_s: float) -> float | None:
+        """When the oldest of its open requests came that came after `time_s`; `None`: none did."""
+        return next((one.placed_at_s for one in self.open if one.placed_at_s > time_s), None)
+
     def resident_kv_tokens(self, group_steps: float) -> float:
         """KV tokens of own requests: their prompts, and a token per step since each began to decode."""
         return self.prompt_tokens_open + self.decoding_sequences * group_steps - self._step_offsets
 
     # --- Written by the ledger -----------------------------------------------------------------------
 
-    def open_one(self, pick_sequence: int, prompt_tokens: int) -> None:
+    def open_one(self, reservation: Reservation, pick_sequence: int) -> None:
         """Count one more reservation, the `pick_sequence`-th of the ledger."""
-        self.reservations += 1
+        self.open[reservation] = None
         self.picks += 1
         self.picks_since_report += 1
         self.pick_sequence = pick_sequence
-        self.prompt_tokens_open += prompt_tokens
+        self.prompt_tokens_open += reservation.facts.prompt_tokens
         self._own_peak = max(self._own_peak, self.reservations)
 
-    def close_one(self, prompt_tokens: int) -> None:
+    def close_one(self, reservation: Reservation) -> None:
         """Count one reservation less."""
-        self.reservations -= 1
-        self.prompt_tokens_open -= prompt_tokens
+        del self.open[reservation]
+        self.prompt_tokens_open -= reservation.facts.prompt_tokens
+
+    def forget_unobserved(self, reservation: Reservation) -> bool:
+        """That reservation's end is no longer this rank's to show; whether it was."""
+        kept = [entry for entry in self.unobserved if entry[1] is not reservation]
+        was_there = len(kept) < len(self.unobserved)
+        self.unobserved = deque(kept)
+        return was_there
 
     def start_decoding(self, sequences: int, group_steps: float) -> None:
         """A request has had its first token."""

@@ -1,4 +1,4 @@
-"""When a request is placed: now, or held until it costs the others less, or refused because too many wait.
+"""When a request is placed: now, or held (for a phase, a backlog or KV memory), or refused.
 
 The pick is made when a request is let go, not when it arrives, so it knows what has happened meanwhile. Pure:
 the caller tells the time, calls again when `next_wake_s` says, and passes the decisions on.
@@ -6,24 +6,31 @@ the caller tells the time, calls again when `next_wake_s` says, and passes the d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
+from itertools import islice
 
 from ext_proc.accounts import RankAccount
 from ext_proc.decision import DropReason, Placed, Refused
 from ext_proc.groups import GroupAccount
 from ext_proc.ledger import Ledger
+from ext_proc.openings import Openings
 from ext_proc.phases import PhaseGate
 from ext_proc.picker import Busy, Picker, Readiness, Readinesses
 from ext_proc.settings import AdmissionSettings
-from ext_proc.vocabulary import Pick, RankCost, RankState, RequestFacts
+from ext_proc.vocabulary import Pick, RankCost, RequestFacts
 from ext_proc.waiting_room import Held, WaitingRoom
 
-TICK_S = 0.01
-"""How often held requests are looked at again while nothing else happens."""
+TICK_S = 0.005
+"""How often held requests are looked at again."""
 LOOK_AGAIN_S = 0.25
-"""How long a request keeps waiting for one busy rank before all are compared again."""
+"""How long a request that found no rank waits for what it would take before all are compared again."""
+LOOKS_AT_ONCE = 8
+"""How many are compared again at once: it bounds the time that a long queue takes."""
+VAIN_LOOKS_AT_ONCE = 4 * LOOKS_AT_ONCE
+"""After so many that found no rank the others wait for the next tick."""
+OVERDUE_AT_ONCE = 64
+"""How many that have waited long enough are decided at once, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,9 @@ class Admission:
         self._picker = picker
         self._settings = settings if picker.policy.holds else settings.never_holding()
         self._gates: dict[GroupAccount, PhaseGate] = {
-            group: PhaseGate(group) for group in ledger.groups if self._settings.phases and group.lock_step
+            group: PhaseGate(group, self._settings.phases_from_requests_per_rank)
+            for group in ledger.groups
+            if self._settings.phases and group.lock_step
         }
         self._decided: list[Held] = []
         self._waiting = WaitingRoom(
@@ -67,27 +76,32 @@ class Admission:
         if not accounts:
             return self._no_rank(facts)
         if not self._waiting.has_room(facts):
-            return self._full()
+            return self._place_past_the_others(facts, now_s)
         held = self._waiting.enter(facts, now_s)
-        held.uncached_tokens = self._least_uncached(facts, accounts)
-        self.advance(now_s)
+        try:
+            held.uncached_tokens = self._least_uncached(facts, accounts)
+            self.advance(now_s)
+        except BaseException:
+            # Nobody would ever take it out again.
+            held.withdraw(now_s)
+            raise
         if held.decision is None:
             return held
         self._decided.remove(held)
         return held.decision
 
     def advance(self, now_s: float) -> None:
-        """Decide what can be decided now: call after an end or a report, and at `next_wake_s`."""
+        """Decide what can be decided now: to be called at `next_wake_s`."""
         self._ledger.pass_time(now_s)
         self._ledger.assume_progress(now_s)
         if self._waiting:
             self._let_go(now_s)
-        for gate in self._gates.values():
-            if self._waiting:
-                self._start_phase(gate, now_s)
-        for held in list(self._waiting):
-            if now_s + TICK_S > held.arrived_s + self._settings.max_hold_s:
-                self._decide_overdue(held, now_s)
+        arrived_by_s = now_s + TICK_S - self._settings.max_hold_s
+        overdue = (one for one in self._waiting if one.arrived_s < arrived_by_s)
+        if some := list(islice(overdue, OVERDUE_AT_ONCE)):
+            openings = self._openings(now_s)
+            for held in some:
+                self._decide_overdue(held, now_s, openings)
 
     def prospect(self, facts: RequestFacts, now_s: float) -> Prospect:
         """What would be decided about a request now, and why. It is neither held nor reserved."""
@@ -95,14 +109,14 @@ class Admission:
         accounts, _ = self._picker.candidates(facts)
         if not accounts:
             return Prospect(self._no_rank(facts), ())
-        readiness = self._readiness(self._rooms(now_s), now_s, self._settings.backlog_s)
+        readiness = self._openings(now_s).readiness
         ranks = [
             (cost, readiness(account, facts.prompt_tokens - cost.cached_tokens))
             for cost, account in zip(self._picker.costs(facts, now_s), accounts, strict=True)
         ]
-        outcome = (
-            self._picker.pick(facts, now_s, readiness) if self._waiting.has_room(facts) else self._full()
-        )
+        outcome: Pick | Busy | Refused | None = self._picker.pick(facts, now_s, readiness)
+        if not isinstance(outcome, Pick) and not self._waiting.has_room(facts):
+            outcome = self._full()
         return Prospect(outcome, tuple(sorted(ranks, key=lambda entry: entry[0].cost)))
 
     def take_decided(self) -> list[Held]:
@@ -111,64 +125,59 @@ class Admission:
         return decided
 
     def next_wake_s(self, now_s: float) -> float | None:
-        """When to call `advance` again if nothing happens before; `None`: not at all."""
+        """When to call `advance` again, unless that has been said already; `None`: not at all."""
         return now_s + TICK_S if self._waiting else None
 
     # --- Letting go ----------------------------------------------------------------------------------
 
+    def _place_past_the_others(self, facts: RequestFacts, now_s: float) -> Placed | Refused:
+        """Place a request that could not be held: those that wait, wait for other ranks or more room."""
+        self._ledger.pass_time(now_s)
+        readiness = self._openings(now_s).readiness
+        pick = self._picker.pick(facts, now_s, readiness, explain=self._explains(facts))
+        if not isinstance(pick, Pick):
+            return self._full()
+        return Placed(pick, self._ledger.reserve(pick.first, facts, now_s))
+
     def _let_go(self, now_s: float) -> None:
-        """Place what may go at any time: where no phases are needed, or beside the prefills under way."""
-        rooms = self._rooms(now_s)
-        if not self._someone_is_ready(rooms, now_s):
+        """Place all whose rank is ready, in order; one that is not does not keep the others from it.
+
+        Only who may find a rank by now is compared with all ranks: that is what takes time.
+        """
+        openings = self._openings(now_s)
+        longest = openings.longest_tokens()
+        if longest is None:
             return
-        readiness = self._readiness(rooms, now_s, self._settings.backlog_s)
-        for held in self._in_order(now_s):
-            busy = held.waits_for
-            if (
-                busy is not None
-                and now_s < held.look_again_s
-                and readiness(busy, held.uncached_tokens) is Readiness.BUSY
-            ):
+        due = self._due(now_s)
+        vain_looks = 0
+        candidates = (one for one in self._waiting if one in due or _may_go(one, openings, longest))
+        for held in self._in_order(candidates, now_s):
+            if held not in due and not _may_go(held, openings, longest):
                 continue
-            outcome = self._pick(held, now_s, readiness)
+            outcome = self._pick(held, now_s, openings.readiness)
             if isinstance(outcome, Pick):
-                self._place(held, outcome, now_s)
-                if not self._someone_is_ready(rooms, now_s):
+                openings.note_placed(self._place(held, outcome, now_s))
+                longest = openings.longest_tokens()
+                if longest is None:
                     return
             else:
                 held.waits_for = outcome.account if outcome is not None else None
+                held.waits_for_more_than_tokens = longest
                 held.look_again_s = now_s + LOOK_AGAIN_S
+                vain_looks += 1
+                if vain_looks == VAIN_LOOKS_AT_ONCE:
+                    return
 
-    def _start_phase(self, gate: PhaseGate, now_s: float) -> None:
-        """Start a phase of one group with as many held requests as fit, longest first."""
-        group = gate.group
-        if not gate.may_start(now_s):
-            return
-        pools = self._ledger.pools
-        ordered = [held for held in self._in_order(now_s) if group in pools.of(held.facts.model).groups]
-        uncached = {held: self._least_uncached(held.facts, group.accounts) for held in ordered}
-        phase_tokens = gate.phase_tokens([(uncached[held], now_s - held.arrived_s) for held in ordered])
-        chosen = []
-        left = phase_tokens * len(group.accounts)
-        for held in ordered:
-            if uncached[held] <= min(phase_tokens, left):
-                chosen.append(held)
-                left -= uncached[held]
-        in_phase = self._readiness({group: phase_tokens}, now_s, inf)
+    def _due(self, now_s: float) -> set[Held]:
+        """The first ones that have not been compared with all ranks for long."""
+        return set(islice((one for one in self._waiting if now_s >= one.look_again_s), LOOKS_AT_ONCE))
 
-        def readiness(account: RankAccount, uncached_tokens: int) -> Readiness:
-            return in_phase(account, uncached_tokens) if account.group is group else Readiness.CLOSED
-
-        for held in sorted(chosen, key=uncached.__getitem__, reverse=True):
-            outcome = self._pick(held, now_s, readiness)
-            if isinstance(outcome, Pick):
-                self._place(held, outcome, now_s)
-
-    def _decide_overdue(self, held: Held, now_s: float) -> None:
+    def _decide_overdue(self, held: Held, now_s: float, openings: Openings) -> None:
+        """At the end of the longest hold only a full rank is closed; phases and backlogs count no more."""
         outcome = self._pick(
             held,
             now_s,
-            lambda account, _: Readiness.CLOSED if self._is_full(account, now_s) else Readiness.READY,
+            lambda account, _: Readiness.CLOSED if openings.is_full(account) else Readiness.READY,
         )
         if isinstance(outcome, Pick):
             self._place(held, outcome, now_s)
@@ -188,20 +197,27 @@ class Admission:
         return Refused(503, DropReason.NO_RANK, self._settings.max_hold_s if exists else None)
 
     def _pick(self, held: Held, now_s: float, readiness: Readinesses) -> Pick | Busy | None:
-        explain = self._settings.explains_all or held.facts.wants_explanation
-        return self._picker.pick(held.facts, now_s, readiness, explain=explain)
+        waited_s, explain = now_s - held.arrived_s, self._explains(held.facts)
+        return self._picker.pick(held.facts, now_s, readiness, waited_s=waited_s, explain=explain)
 
-    def _place(self, held: Held, pick: Pick, now_s: float) -> None:
+    def _explains(self, facts: RequestFacts) -> bool:
+        return self._settings.explains_all or facts.wants_explanation
+
+    def _place(self, held: Held, pick: Pick, now_s: float) -> RankAccount:
         reservation = self._ledger.reserve(pick.first, held.facts, now_s)
         self._settle(held, Placed(pick, reservation, now_s - held.arrived_s))
+        return reservation.account
 
     def _settle(self, held: Held, decision: Placed | Refused) -> None:
         self._waiting.leave(held)
         held.decision = decision
         self._decided.append(held)
 
-    def _in_order(self, now_s: float) -> list[Held]:
-        """Held requests, those first that can still have their first token in time.
+    def _openings(self, now_s: float) -> Openings:
+        return Openings(self._ledger, self._gates, self._settings, now_s)
+
+    def _in_order(self, waiting: Iterable[Held], now_s: float) -> list[Held]:
+        """Of these, those first that can still have their first token in time.
 
         Serving one that is late anyway before one that is not yet would only make both late.
         """
@@ -210,42 +226,14 @@ class Admission:
         def is_late(held: Held) -> bool:
             return now_s + held.uncached_tokens / rate > held.arrived_s + self._settings.targets.ttft_s
 
-        return sorted(self._waiting, key=lambda held: (held.priority, is_late(held), held))
-
-    # --- What fits -----------------------------------------------------------------------------------
-
-    def _rooms(self, now_s: float) -> dict[GroupAccount, float]:
-        """For the groups where prefill must not start at any time: how much a rank may have ahead of it."""
-        return {group: gate.room_tokens(now_s) for group, gate in self._gates.items() if not gate.is_open}
-
-    def _readiness(self, rooms: Mapping[GroupAccount, float], now_s: float, backlog_s: float) -> Readinesses:
-        def readiness(account: RankAccount, uncached_tokens: int) -> Readiness:
-            if self._is_full(account, now_s):
-                return Readiness.CLOSED
-            room = rooms.get(account.group)
-            rate = account.group.prefill_tokens_per_s
-            ahead = account.prefills.remaining_tokens(now_s, rate)
-            if room is not None and ahead + uncached_tokens > room:
-                return Readiness.CLOSED
-            return Readiness.READY if ahead <= backlog_s * rate else Readiness.BUSY
-
-        return readiness
-
-    def _someone_is_ready(self, rooms: Mapping[GroupAccount, float], now_s: float) -> bool:
-        """Whether any rank could take the shortest prompt."""
-        readiness = self._readiness(rooms, now_s, self._settings.backlog_s)
-        shortest = min((held.uncached_tokens for held in self._waiting), default=0)
-        return any(readiness(account, shortest) is Readiness.READY for account in self._ledger.accounts)
-
-    def _is_full(self, account: RankAccount, now_s: float) -> bool:
-        """Whether the rank itself says, and lately, that requests queue for KV memory."""
-        report, settings = account.report, self._settings
-        return (
-            report is not None
-            and report.kv_cache_usage >= settings.full_kv_usage
-            and report.waiting > 0
-            and self._ledger.state(account, now_s) is RankState.FRESH
-        )
+        return sorted(waiting, key=lambda held: (held.priority, is_late(held), held))
 
     def _least_uncached(self, facts: RequestFacts, accounts: Sequence[RankAccount]) -> int:
         return facts.prompt_tokens - max(self._ledger.cached_tokens_each(accounts, facts))
+
+
+def _may_go(held: Held, openings: Openings, longest_tokens: float) -> bool:
+    """Whether what kept it from going when it was compared with all ranks has changed."""
+    if held.waits_for is not None:
+        return openings.is_ready(held.waits_for)
+    return held.waits_for_more_than_tokens < longest_tokens >= held.uncached_tokens

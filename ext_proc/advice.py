@@ -45,24 +45,18 @@ class BudgetEffect:
     """Prompt whose first token just meets the TTFT target on a rank with nothing else ahead of it."""
 
 
-def decode_step_s(costs: StepCosts, load: Load) -> float:
-    """A step in which nobody prefills."""
-    return (
-        costs.fixed_s
-        + costs.per_decode_sequence_s * load.decoding_sequences
-        + costs.per_kv_token_s * load.kv_tokens
-    )
-
-
 def effect(costs: StepCosts, load: Load, targets: Targets, budget_tokens: int) -> BudgetEffect:
     """What this budget leads to at this load."""
-    step_s = decode_step_s(costs, load) + costs.per_prefill_token_s * budget_tokens
+    step_s = (
+        costs.decode_step_s(load.decoding_sequences, load.kv_tokens)
+        + costs.per_prefill_token_s * budget_tokens
+    )
     tokens_per_s = budget_tokens / step_s
     return BudgetEffect(budget_tokens, step_s, tokens_per_s, int(targets.ttft_s * tokens_per_s))
 
 
 def best_budget_tokens(costs: StepCosts, load: Load, targets: Targets) -> int | None:
     """The largest budget whose longest step keeps the TPOT target; `None`: decoding alone breaks it."""
-    left_s = SAFE_SHARE * targets.tpot_s - decode_step_s(costs, load)
+    left_s = SAFE_SHARE * targets.tpot_s - costs.decode_step_s(load.decoding_sequences, load.kv_tokens)
     granules = int(left_s / costs.per_prefill_token_s) // GRANULE_TOKENS if left_s > 0 else 0
     return min(granules * GRANULE_TOKENS, LARGEST_BUDGET_TOKENS) or None

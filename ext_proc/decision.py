@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from ext_proc.ledger import Reservation
+from ext_proc.reservation import Reservation
 from ext_proc.vocabulary import Pick, RequestFacts
 
 

@@ -26,9 +26,9 @@ from ext_proc.endpoint_picker import EndpointPicker
 from ext_proc.explanation import in_one_line
 from ext_proc.gateway_metadata import subset_hint, subset_of
 from ext_proc.headers_first import HeadersFirst
-from ext_proc.ledger import Outcome, Reservation
 from ext_proc.one_message import OneMessage
 from ext_proc.protocol import CollectedBodies, ProtocolSettings, RequestSide
+from ext_proc.reservation import Outcome, Reservation
 from ext_proc.response_side import ResponseSide
 from ext_proc.vocabulary import RequestFacts, Subset
 

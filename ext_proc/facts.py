@@ -15,7 +15,13 @@ import msgspec
 
 from ext_proc.cut_json import complete
 from ext_proc.decision import DropReason
-from ext_proc.prompt_blocks import BYTES_PER_TOKEN, block_hashes, canonical_prompt
+from ext_proc.prompt_blocks import (
+    BYTES_PER_TOKEN,
+    MAX_PARTS,
+    block_hashes,
+    bytes_recognised,
+    canonical_prompt,
+)
 from ext_proc.prompt_tokens import PromptTokens
 from ext_proc.vocabulary import CallKind, RequestFacts
 
@@ -24,6 +30,17 @@ BLOCK_TOKENS = 64
 
 PREFIX_BYTES = 128 * 1024
 """How much of a body that was cut off is read."""
+
+MAX_BODY_PARTS = 50_000
+"""Of a body in more strings, containers or (40 for one) numbers only the beginning is read: all of it would
+take seconds."""
+
+MOST_TOKENS = 1 << 31
+"""A client that asks for more does not get them."""
+MOST_SEQUENCES = 1_024
+"""What a request is counted as at most: vLLM decodes no more at once, unless told to (`max_num_seqs`)."""
+MOST_URGENT, LEAST_URGENT = -(10**9), 10**9
+"""A priority beyond is taken for these."""
 
 Tokenise = Callable[[RequestFacts, bytes], PromptTokens | None]
 """Makes tokens of the prompt in a whole body as its rank would; `None` where it cannot be sure."""
@@ -128,11 +145,20 @@ def facts_without_body(path: str, request_id: str, total_bytes: int | None) -> R
 
 
 def parse(body: bytes) -> BodyFields | None:
-    """The fields of a body; `None` if it is no JSON object."""
+    """The fields of a body, or of the beginning of one in countless parts; `None` if it is no JSON object."""
+    if _has_countless_parts(body):
+        body = complete(body[:PREFIX_BYTES])
     try:
         return _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _has_countless_parts(body: bytes) -> bool:
+    if len(body) <= MAX_BODY_PARTS:
+        return False
+    containers, strings, items = body.count(b"[") + body.count(b"{"), body.count(b'"') // 2, body.count(b",")
+    return containers + strings + items // 40 > MAX_BODY_PARTS
 
 
 def fault_of(kind: CallKind, fields: BodyFields | None) -> DropReason | None:
@@ -161,23 +187,29 @@ def facts_of(kind: CallKind, fields: BodyFields | None, request_id: str) -> Requ
         stream=fields.stream is True,
         prompt_chars=chars,
         prompt_tokens=tokens,
-        max_tokens=_positive_int(fields.max_completion_tokens)
-        or _positive_int(fields.max_tokens)
-        or _positive_int(fields.max_output_tokens),
-        n=_positive_int(fields.n) or 1,
+        max_tokens=_positive_int(fields.max_completion_tokens, MOST_TOKENS)
+        or _positive_int(fields.max_tokens, MOST_TOKENS)
+        or _positive_int(fields.max_output_tokens, MOST_TOKENS),
+        n=_positive_int(fields.n, MOST_SEQUENCES) or 1,
         prompt_blocks=_prompt_blocks(fields),
-        priority=fields.priority if type(fields.priority) is int else 0,
+        priority=_priority(fields.priority),
     )
 
 
-def _positive_int(value: object) -> int | None:
-    return value if type(value) is int and value > 0 else None
+def _positive_int(value: object, most: int) -> int | None:
+    return min(value, most) if type(value) is int and value > 0 else None
+
+
+def _priority(value: object) -> int:
+    return max(MOST_URGENT, min(value, LEAST_URGENT)) if type(value) is int else 0
 
 
 def _prompt_blocks(fields: BodyFields) -> tuple[int, ...]:
     parts = (fields.instructions, fields.prompt, fields.messages, fields.input)
-    chain_start = f"{fields.model}\0{fields.cache_salt}"
-    return block_hashes(chain_start, canonical_prompt(bytes(fields.tools), parts), BLOCK_TOKENS)
+    model, salt = (one if isinstance(one, str) else None for one in (fields.model, fields.cache_salt))
+    chain_start = f"{model}\0{salt}"
+    canonical = canonical_prompt(bytes(fields.tools), parts, bytes_recognised(BLOCK_TOKENS))
+    return block_hashes(chain_start, canonical, BLOCK_TOKENS)
 
 
 def _prompt_length(fields: BodyFields) -> tuple[int, int]:
@@ -207,7 +239,9 @@ class _Length:
     def add(self, part: object) -> None:
         """Text, token ids, a list of either, or chat messages with text or typed content parts."""
         pending = [part]
-        while pending:
+        for _ in range(MAX_PARTS):
+            if not pending:
+                break
             item = pending.pop()
             if isinstance(item, str):
                 self.chars += len(item)
@@ -216,7 +250,7 @@ class _Length:
                 if item and type(item[0]) is int:
                     self.token_ids += len(item)
                 else:
-                    pending.extend(item)
+                    pending.extend(item[:MAX_PARTS])
             elif isinstance(item, dict):
                 pending.append(item.get("content"))
                 pending.append(item.get("text"))

@@ -28,8 +28,6 @@ class GroupFacts:
     """Whether its ranks step together: a MoE data-parallel group of more than one rank."""
     times: StepTimes
     """Prior of its step times."""
-    block_tokens: int
-    """Size of the blocks of prompts known as text."""
     by_tokens: bool = False
     """Whether prompts for it are known as tokens."""
     models: tuple[str, ...] = ()
@@ -45,25 +43,25 @@ class GroupAccount:
         "_now_s",
         "_prefill_share",
         "_saturated_since_s",
+        "_stale_after_s",
         "accounts",
-        "block_tokens",
         "by_tokens",
         "decode_step_s",
         "decoding_sequences",
         "guesses",
         "in_rotation",
+        "is_prefilling",
         "lead",
         "learned_s",
         "lock_step",
         "longest_kv_tokens",
         "models",
         "name",
-        "phase_ended_s",
-        "phase_length_s",
-        "phase_started_s",
+        "observed_until_s",
         "prefill_step_s",
         "prefill_tokens_per_s",
         "ranks_down",
+        "sequences",
         "steps",
         "targets",
         "times",
@@ -76,11 +74,10 @@ class GroupAccount:
     RECENT_S = 5.0
     """How far back the share of time spent on prefill reaches: about as long as a request decodes."""
 
-    def __init__(self, facts: GroupFacts, targets: Targets) -> None:
+    def __init__(self, facts: GroupFacts, targets: Targets, *, stale_after_s: float) -> None:
         self.name = facts.name
         self.lock_step = facts.lock_step
         self.times = facts.times
-        self.block_tokens = facts.block_tokens
         self.by_tokens = facts.by_tokens
         self.models = facts.models
         self.targets = targets
@@ -93,13 +90,14 @@ class GroupAccount:
         """Steps done so far, by the model of step times; only differences mean something."""
         self.decoding_sequences = 0
         """Of the rank that has most."""
+        self.sequences = 0
+        """Decoding on all ranks together, those of other clients included."""
         self.longest_kv_tokens = 0.0
         """Resident KV tokens of the rank that has most."""
-        self.phase_started_s: float | None = None
-        """When the phase under way began; `None` while nobody prefills."""
-        self.phase_ended_s = float("-inf")
-        self.phase_length_s = 0.0
-        """Length of the phase that ended last."""
+        self.is_prefilling = False
+        """Whether a phase is under way."""
+        self.observed_until_s = float("-inf")
+        """Until when it counts what ranks have told of how far their requests have come."""
         self.guesses = 0
         """Open reservations whose first token was assumed, not reported: they may still prefill."""
         self.learned_s = float("-inf")
@@ -108,6 +106,7 @@ class GroupAccount:
         self._prefill_share = 0.0
         self._saturated_since_s: float | None = None
         self._now_s = 0.0
+        self._stale_after_s = stale_after_s
         self._load_at_s = float("-inf")
         self.decode_step_s = 0.0
         """A step while nobody prefills."""
@@ -121,11 +120,6 @@ class GroupAccount:
     def is_healthy(self) -> bool:
         """Whether it may get requests: a group is one failure domain, so every rank must be up."""
         return self.ranks_down == 0
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether a phase is under way."""
-        return self.phase_started_s is not None
 
     @property
     def recent_step_s(self) -> float:
@@ -152,24 +146,23 @@ class GroupAccount:
         self._prefill_share += weight * (self.is_prefilling - self._prefill_share)
         if now_s - self._load_at_s >= self.LOAD_REFRESH_S:
             self._refresh_load(now_s)
-        if self.decoding_sequences:
-            self.lead.pass_time(elapsed_s, step_s, self.targets.tpot_s)
-        else:
+        if not self.sequences:
             self.lead.reset()
 
     def note_phase(self, now_s: float) -> None:
         """The prefills ahead of some rank have changed: a phase may have begun or ended."""
         if self._is_disturbed():
             self._disturbed_s = now_s
-        prefilling = any(account.prefills for account in self.accounts)
-        if prefilling and self.phase_started_s is None:
-            self.phase_started_s = now_s
-        elif not prefilling and self.phase_started_s is not None:
-            self.phase_length_s = now_s - self.phase_started_s
-            self.phase_ended_s = now_s
-            self.phase_started_s = None
-            self._saturated_since_s = None
+        self.is_prefilling = any(account.prefills for account in self.accounts)
         self._refresh_load(now_s)
+
+    def note_tokens(self, before: RankCounters, after: RankCounters, now_s: float) -> None:
+        """One rank's requests have got tokens between two of its reports."""
+        self.observed_until_s = now_s + self._stale_after_s
+        tokens = after.inter_token_count - before.inter_token_count
+        waited_s = after.inter_token_sum_s - before.inter_token_sum_s
+        if tokens > 0 and self.sequences:
+            self.lead.record(tokens, waited_s, sequences=self.sequences, target_s=self.targets.tpot_s)
 
     def learn_step(self, before: RankCounters, after: RankCounters, since_s: float, now_s: float) -> None:
         """Learn from the tokens that one rank's requests got between two of its reports.
@@ -207,10 +200,13 @@ class GroupAccount:
     def _is_disturbed(self) -> bool:
         """Whether prefill is under way that makes steps noticeably longer than those that only decode."""
         tokens = max(account.prefills.tokens for account in self.accounts)
-        return tokens * self.times.per_prefill_token_s > QUIET_SHARE * self.decode_step_s
+        return tokens * self.times.costs.per_prefill_token_s > QUIET_SHARE * self.decode_step_s
 
     def _refresh_load(self, now_s: float) -> None:
         self._load_at_s = now_s
+        self.sequences = sum(
+            account.decoding_sequences + account.foreign_requests for account in self.accounts
+        )
         self.decoding_sequences = max(account.decoding_sequences for account in self.accounts)
         self.longest_kv_tokens = max(account.resident_kv_tokens(self.steps) for account in self.accounts)
         self._refresh_steps()

@@ -76,7 +76,7 @@ class HeadersFirst:
         has_body = not message.request_headers.end_of_stream
         if not has_body or self._mode in (NONE, STREAMED):
             self._decided_by = "request_headers"
-            length = head.content_length_bytes if has_body else None
+            length = self._announced_bytes if has_body else None
             return facts_without_body(head.path, self._request_id, length)
         return (
             messages.headers_changed(
@@ -90,4 +90,10 @@ class HeadersFirst:
         head, body = self.head, message.request_body
         if body.end_of_stream or self._mode == BUFFERED:
             return read_facts(head.path, body.body, self._request_id, self._settings.tokenise)
-        return read_facts_of_prefix(head.path, body.body, self._request_id, head.content_length_bytes)
+        return read_facts_of_prefix(head.path, body.body, self._request_id, self._announced_bytes)
+
+    @property
+    def _announced_bytes(self) -> int | None:
+        """How long the client says its body is; not believed beyond what a body may be."""
+        announced = self.head.content_length_bytes
+        return None if announced is None else min(announced, self._settings.max_body_bytes)

@@ -1,13 +1,11 @@
 """The ledger: every reservation plus the last report of each rank, the picture on which picks are made.
 
-Pure: it is told the time and never waits. A reservation is taken by `reserve` and ends by
-`Reservation.release`, exactly once; no timer ever frees one.
+Pure: it is told the time and never waits. No timer ever frees a reservation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
 
 from ext_proc.accounts import RankAccount
 from ext_proc.cache_events import BlocksStored, CacheEvent
@@ -15,6 +13,7 @@ from ext_proc.groups import GroupAccount, GroupFacts
 from ext_proc.output_lengths import OutputLengths
 from ext_proc.pools import Pools
 from ext_proc.prefix_index import matched_blocks_each
+from ext_proc.reservation import Outcome, Reservation
 from ext_proc.sessions import Sessions
 from ext_proc.settings import LedgerSettings, Targets
 from ext_proc.vocabulary import Rank, RankCounters, RankReport, RankState, RequestFacts
@@ -23,72 +22,6 @@ LATE_FACTOR = 1.5
 """A prefill is assumed done when it has taken this many times what it should …"""
 LATE_GRACE_S = 0.5
 """… and this much longer, in which reports of it could have come."""
-
-
-class Outcome(StrEnum):
-    """How a reservation ended."""
-
-    ENDED = "ended"
-    """The ext_proc stream ended with the response, or the client went away: Envoy ends both alike."""
-    CANCELLED = "cancelled"
-    """Envoy reset the stream, or this gateway is shutting down."""
-    FAILED = "failed"
-    """The gateway itself failed while it handled the stream."""
-    RETIRED = "retired"
-    """Nobody saw the end: the rank's own reports show that it lies in the past."""
-
-
-class Reservation:
-    """One request placed on one rank, from the pick until the response ends."""
-
-    __slots__ = (
-        "_ledger",
-        "account",
-        "facts",
-        "first_token_step",
-        "is_guess",
-        "opened_at_s",
-        "outcome",
-        "uncached_tokens",
-    )
-
-    def __init__(self, ledger: Ledger, account: RankAccount, facts: RequestFacts, now_s: float) -> None:
-        self._ledger = ledger
-        self.account = account
-        self.facts = facts
-        self.uncached_tokens = facts.prompt_tokens
-        """Prompt tokens the rank probably had to compute."""
-        self.opened_at_s = now_s
-        self.first_token_step: float | None = None
-        """The group's step count when the request began to decode; `None` before that."""
-        self.is_guess = False
-        """Whether that was assumed, not reported."""
-        self.outcome: Outcome | None = None
-        """`None` while the reservation is open."""
-
-    @property
-    def rank(self) -> Rank:
-        """Where the request was placed."""
-        return self.account.rank
-
-    def release(self, outcome: Outcome, now_s: float) -> None:
-        """End the reservation; calls after the first change nothing."""
-        if self.outcome is None:
-            self.outcome = outcome
-            self._ledger.close(self, now_s)
-
-    def move(self, endpoint: str, now_s: float) -> None:
-        """The rank at `endpoint` serves the request: it counts there from now on.
-
-        An endpoint that is no rank of this ledger changes nothing.
-        """
-        if self.outcome is None and endpoint != self.rank.endpoint:
-            self._ledger.move(self, endpoint, now_s)
-
-    def leave_unobserved(self, now_s: float) -> None:
-        """The stream has ended, the response perhaps not: the rank's reports must show the end."""
-        if self.outcome is None:
-            self.account.unobserved.append((now_s, self))
 
 
 class Ledger:
@@ -105,13 +38,19 @@ class Ledger:
         self._settings = settings
         self.picks = 0
         """Reservations ever taken."""
+        self._open_by_request: dict[str, set[Reservation]] = {}
+        """Open reservations by the ids of their requests, which clients choose: several may have one."""
         self.output_lengths = OutputLengths()
         self.sessions = Sessions(settings.max_sessions)
         groups: dict[str, GroupAccount] = {}
         self._by_rank: dict[Rank, RankAccount] = {}
         for rank in ranks:
-            group = groups.setdefault(rank.group, GroupAccount(group_facts[rank.group], targets))
-            account = RankAccount(rank, group, settings.index_blocks)
+            if rank.group not in groups:
+                groups[rank.group] = GroupAccount(
+                    group_facts[rank.group], targets, stale_after_s=settings.stale_after_s
+                )
+            group = groups[rank.group]
+            account = RankAccount(rank, group, settings)
             group.accounts.append(account)
             self._by_rank[rank] = account
         self.accounts: Sequence[RankAccount] = tuple(self._by_rank.values())
@@ -132,6 +71,7 @@ class Ledger:
         """Place a request on a rank. The caller owns the reservation and must release it."""
         self.pass_time(now_s)
         reservation = Reservation(self, self._by_rank[rank], facts, now_s)
+        self._open_by_request.setdefault(facts.request_id, set()).add(reservation)
         self._open(reservation, now_s)
         return reservation
 
@@ -141,6 +81,11 @@ class Ledger:
         if reservation.outcome is Outcome.ENDED and reservation.first_token_step is not None:
             generated = reservation.account.group.steps - reservation.first_token_step + 1
             self.output_lengths.record(reservation.facts, max(1, round(generated)))
+        request_id = reservation.facts.request_id
+        of_same_id = self._open_by_request[request_id]
+        of_same_id.remove(reservation)
+        if not of_same_id:
+            del self._open_by_request[request_id]
         self._leave(reservation, now_s)
 
     def move(self, reservation: Reservation, endpoint: str, now_s: float) -> None:
@@ -149,16 +94,29 @@ class Ledger:
         if account is not None:
             self.pass_time(now_s)
             self._leave(reservation, now_s)
+            if reservation.account.forget_unobserved(reservation):
+                account.unobserved.append((now_s, reservation))
             reservation.account = account
             self._open(reservation, now_s)
+
+    def note_retry(self, request_id: str, endpoint: str, now_s: float) -> None:
+        """A request is sent to the rank at `endpoint`, since the one before has refused it.
+
+        Nothing changes if there is no such request, or several: then it cannot be told which one it is.
+        """
+        of_this_id = self._open_by_request.get(request_id, ())
+        if len(of_this_id) == 1:
+            (reservation,) = of_this_id
+            reservation.move(endpoint, now_s)
 
     def _open(self, reservation: Reservation, now_s: float) -> None:
         account, facts = reservation.account, reservation.facts
         (cached_tokens,) = self.cached_tokens_each((account,), facts)
         reservation.uncached_tokens = facts.prompt_tokens - cached_tokens
         reservation.first_token_step = None
+        reservation.placed_at_s = now_s
         self.picks += 1
-        account.open_one(self.picks, facts.prompt_tokens)
+        account.open_one(reservation, self.picks)
         account.prefills.push(reservation, reservation.uncached_tokens, now_s)
         account.cache.expect(account.cache.blocks_of(facts, self._adapter(facts)))
         if facts.session is not None:
@@ -172,7 +130,7 @@ class Ledger:
             # Ended between two reports: if there was time for it, its first token is in the next one.
             prefill_s = reservation.uncached_tokens / group.prefill_tokens_per_s
             had_first_token = (
-                reservation.outcome is Outcome.ENDED and now_s - reservation.opened_at_s >= prefill_s
+                reservation.outcome is Outcome.ENDED and now_s - reservation.placed_at_s >= prefill_s
             )
             account.prefills.leave(reservation, now_s, had_first_token=had_first_token)
             self._settle(reservation, is_computed=False)
@@ -180,7 +138,7 @@ class Ledger:
         else:
             account.stop_decoding(facts.n, reservation.first_token_step)
             group.guesses -= reservation.is_guess
-        account.close_one(facts.prompt_tokens)
+        account.close_one(reservation)
 
     # --- Reports -------------------------------------------------------------------------------------
 
@@ -255,6 +213,7 @@ class Ledger:
         self, account: RankAccount, before: RankCounters, after: RankCounters, since_s: float, now_s: float
     ) -> None:
         group = account.group
+        group.note_tokens(before, after, now_s)
         group.learn_step(before, after, since_s, now_s)
         first_tokens = after.first_tokens - before.first_tokens
         # Some time since the last report; half-way is right on average.
@@ -348,10 +307,9 @@ class Ledger:
                 group.in_rotation = in_rotation
         self.availability += 1
 
-    def waiting_since_s(self, account: RankAccount) -> float | None:
-        """When the oldest request on a rank came of which nothing has been seen; `None`: there is none."""
-        oldest = account.prefills.oldest
-        return None if oldest is None else oldest.opened_at_s
+    def placed_after_s(self, rank: Rank, time_s: float) -> float | None:
+        """When the oldest open request came that was placed on a rank after `time_s`; `None`: none was."""
+        return self._by_rank[rank].placed_after_s(time_s)
 
     def foreign_requests(self, accounts: Sequence[RankAccount], now_s: float) -> list[float]:
         """Requests of others expected on each of these ranks.

@@ -1,4 +1,7 @@
-"""Applies a policy to the ledger: from one request to an ordered list of ranks. Pure."""
+"""Applies a policy to the ledger: from one request to an ordered list of ranks. Pure.
+
+A policy may be somebody else's code, so what it does wrong must never cost a request.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from math import inf
+from math import inf, isnan
 
 from ext_proc.accounts import RankAccount
 from ext_proc.ledger import Ledger
@@ -50,18 +53,21 @@ class Picker:
         pick_list_length: int,
         rng: random.Random,
         affinity: Affinity | None = None,
+        on_policy_failure: Callable[[Exception], None] = lambda _error: None,
     ) -> None:
         """Picks name at most `pick_list_length` ranks.
 
         Args:
             rng: for policies that draw.
             affinity: what a preferred rank may cost more; needs a policy whose costs are seconds.
+            on_policy_failure: told what the policy has raised, or what is wrong with its costs.
         """
         self._ledger = ledger
         self.policy = policy
         self._pick_list_length = pick_list_length
         self._rng = rng
         self._affinity = affinity
+        self._on_policy_failure = on_policy_failure
 
     def candidates(self, facts: RequestFacts) -> tuple[Sequence[RankAccount], PickReason]:
         """The ranks a request may go to, and the reason of a pick among them."""
@@ -74,6 +80,7 @@ class Picker:
         now_s: float,
         readiness: Readinesses | None = None,
         *,
+        waited_s: float = 0.0,
         explain: bool = False,
     ) -> Pick | Busy | None:
         """The ranks for a request, best first; `None` if there is none or all are closed to it.
@@ -85,14 +92,18 @@ class Picker:
             facts: the request.
             now_s: the time.
             readiness: of each rank; all are ready without it.
+            waited_s: how long it has been held.
             explain: tell what the ranks would cost, too.
         """
-        view, reason = self._view(facts, now_s)
+        view, reason = self._view(facts, now_s, waited_s)
         if not view.accounts:
             return None
-        parts = self.policy.explain(view) if explain else None
-        costs = self.policy.costs(view) if parts is None else [sum(part.values()) for part in parts]
-        preferred = self._preferred(view, costs)
+        costs, parts = self._evaluate(view, explain=explain)
+        if costs is None:
+            parts = _loads(view)
+            costs, preferred, reason = _sums(parts), None, PickReason.POLICY_FAILED
+        else:
+            preferred = self._preferred(view, costs)
         for position in _in_order(costs, view.accounts, None if preferred is None else preferred[0]):
             account = view.accounts[position]
             state = Readiness.READY
@@ -110,14 +121,29 @@ class Picker:
     def costs(self, facts: RequestFacts, now_s: float) -> list[RankCost]:
         """What each rank that a request may go to would cost."""
         view, _ = self._view(facts, now_s)
-        return _rank_costs(view, self.policy.explain(view))
+        return _rank_costs(view, self._evaluate(view, explain=True)[1] or _loads(view))
 
-    def _view(self, facts: RequestFacts, now_s: float) -> tuple[PickView, PickReason]:
+    def _evaluate(
+        self, view: PickView, *, explain: bool
+    ) -> tuple[Sequence[float] | None, Sequence[Mapping[str, float]] | None]:
+        """Costs, and their parts if `explain`; neither if the policy fails."""
+        try:
+            parts = self.policy.explain(view) if explain else None
+            costs = list(map(float, self.policy.costs(view))) if parts is None else _sums(parts)
+            if len(costs) != len(view.accounts) or isnan(sum(costs)):
+                raise ValueError(f"costs of {len(view.accounts)} ranks: {costs}")
+        except Exception as error:
+            self._on_policy_failure(error)
+            return None, None
+        return costs, parts
+
+    def _view(self, facts: RequestFacts, now_s: float, waited_s: float = 0.0) -> tuple[PickView, PickReason]:
         ledger = self._ledger
         accounts, reason = self.candidates(facts)
         view = PickView(
             facts=facts,
             now_s=now_s,
+            waited_s=waited_s,
             accounts=accounts,
             foreign_requests=ledger.foreign_requests(accounts, now_s),
             cached_tokens=ledger.cached_tokens_each(accounts, facts),
@@ -167,6 +193,18 @@ class Picker:
                 break
             chosen.append(_cheapest(among, accounts))
         return tuple(accounts[position].rank for position in chosen)
+
+
+def _sums(parts: Sequence[Mapping[str, float]]) -> list[float]:
+    return [sum(part.values()) for part in parts]
+
+
+def _loads(view: PickView) -> list[Mapping[str, float]]:
+    """What stands for the costs where the policy has none."""
+    return [
+        {"requests": account.reservations + foreign}
+        for account, foreign in zip(view.accounts, view.foreign_requests, strict=True)
+    ]
 
 
 def _in_order(

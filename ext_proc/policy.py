@@ -22,6 +22,8 @@ class PickView:
 
     facts: RequestFacts
     now_s: float
+    waited_s: float
+    """How long the request has been held."""
     accounts: Sequence[RankAccount]
     """The ranks to choose from, in the order of the configuration."""
     foreign_requests: Sequence[float]

@@ -42,11 +42,6 @@ class PrefillQueue(Generic[Owner]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def oldest(self) -> Owner | None:
-        """Whose prompt is the first of the queue."""
-        return self._entries[0].owner if self._entries else None
-
     def push(self, owner: Owner, tokens: int, now_s: float) -> None:
         """A prompt has been placed on the rank."""
         if not self._entries:

@@ -20,6 +20,8 @@ from ext_proc.vocabulary import RequestFacts
 
 MIN_BLOCKS = 64
 """Blocks remembered of even the smallest KV cache."""
+MAX_BLOCKS = 1 << 24
+"""And of the largest, whatever a rank says of its size."""
 ESTIMATE_SLACK = 2
 """How many times too long the estimate of a prompt may be, and nothing that is there is forgotten."""
 
@@ -66,6 +68,7 @@ class RankCache:
         "_relearned",
         "_text_block_tokens",
         "_told_block_tokens",
+        "_unconfirmed",
         "held",
         "index",
         "prompts_found",
@@ -95,6 +98,8 @@ class RankCache:
         self._count = HeldCount()
         self._relearned = False
         """Whether what the rank had told was given up since its last report."""
+        self._unconfirmed: list[int] = []
+        """First blocks of prompts that it has computed by its last report, and not said yet that it holds."""
 
     def __len__(self) -> int:
         return len(self.index) + (len(self.held) if self.held is not None else 0)
@@ -144,14 +149,15 @@ class RankCache:
     def settle(self, blocks: Sequence[int], *, is_computed: bool) -> None:
         """That prompt is computed, for certain if `is_computed`, or will not be: now the rank's word counts.
 
-        Only where the cache is known exactly.
+        Only where the cache is known exactly. Events come on another way than reports, perhaps a little
+        later: so they have until the next report.
         """
         self.index.discard(blocks)
         if is_computed and blocks and self.held is not None:
             if self.held.matched_blocks(blocks[:1]):
                 self.prompts_found += 1
             else:
-                self.prompts_missing += 1
+                self._unconfirmed.append(blocks[0])
 
     # --- What the rank tells -------------------------------------------------------------------------
 
@@ -164,6 +170,7 @@ class RankCache:
         """
         if AllBlocksCleared() in events:
             self.index.clear()
+            self._unconfirmed.clear()
         if self._by_tokens:
             if self.held is None:
                 self.held = HeldBlocks(self._max_blocks)
@@ -179,6 +186,7 @@ class RankCache:
     def forget_events(self, *, all_to_come: bool) -> None:
         """What the rank has told so far is void. `all_to_come`: it will tell all from an empty cache on."""
         self._relearned = True
+        self._unconfirmed.clear()
         self._count.forget(all_to_come=all_to_come)
         if self._by_tokens:
             self.held = HeldBlocks(self._max_blocks)
@@ -189,7 +197,8 @@ class RankCache:
     def resize(self, capacity_tokens: int, block_tokens: int | None) -> None:
         """The rank has a KV cache of so many tokens, in blocks of `block_tokens` if it says so."""
         self._told_block_tokens = block_tokens
-        self._max_blocks = max(MIN_BLOCKS, capacity_tokens // (self.block_tokens or self._text_block_tokens))
+        blocks = capacity_tokens // (self.block_tokens or self._text_block_tokens)
+        self._max_blocks = min(MAX_BLOCKS, max(MIN_BLOCKS, blocks))
         self.index.resize(self._max_blocks)
         if self.held is not None:
             self.held.max_copies = 2 * self._max_blocks
@@ -197,9 +206,17 @@ class RankCache:
     def note_report(self) -> None:
         """The rank has reported, and has not started anew since its report before."""
         self._relearned = False
+        if self.held is not None:
+            for block in self._unconfirmed:
+                if self.held.matched_blocks((block,)):
+                    self.prompts_found += 1
+                else:
+                    self.prompts_missing += 1
+        self._unconfirmed.clear()
 
     def note_restart(self) -> None:
         """The rank's report shows that it has started anew, with an empty cache."""
+        self._unconfirmed.clear()
         if not self._relearned:
             self.index.clear()
             self._count.forget(all_to_come=self._count.tokens is not None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -21,9 +22,9 @@ from ext_proc.body_modes import UnsupportedModeError
 from ext_proc.decision import Decider, Held, Placed, Refused
 from ext_proc.exchange import Exchange
 from ext_proc.health import SERVICE_NAME, Health
-from ext_proc.ledger import Outcome
 from ext_proc.protocol import CollectedBodies, ProtocolSettings
 from ext_proc.protocol_names import STREAM_END_METADATA
+from ext_proc.reservation import Outcome
 from ext_proc.usage import Usage
 from ext_proc.vocabulary import Rank
 
@@ -188,30 +189,32 @@ class ExtProcServer:
                 reading = None
                 if data is grpc.aio.EOF:
                     return
+                assert isinstance(data, bytes)
                 started_s = time.perf_counter()
                 was_undecided = exchange.decided is None
-                try:
-                    message = ProcessingRequest.FromString(data)
-                except DecodeError:
-                    replies = exchange.on_unreadable_message()
-                else:
-                    replies = exchange.on_message(message, time.monotonic())
+                replies = _replies(exchange, data)
+                # Or the body would stay in memory until the next message, which may be the last.
+                del data
+                took_s = time.perf_counter() - started_s
                 if was_undecided and exchange.decided is not None:
-                    self._observe_decision(exchange.decided, time.perf_counter() - started_s)
+                    self._observe_decision(exchange.decided, took_s)
                 for reply in replies:
                     await context.write(reply)
                 if exchange.held is not None:
                     # Reading goes on meanwhile: only so is it seen that the client has gone.
                     reading = asyncio.ensure_future(context.read())
-                    await self._wait_for_decision(exchange, context, reading)
+                    await self._wait_for_decision(exchange, context, reading, took_s)
         finally:
             if reading is not None:
                 reading.cancel()
 
     async def _wait_for_decision(
-        self, exchange: Exchange, context: _Context, reading: asyncio.Task[object]
+        self, exchange: Exchange, context: _Context, reading: asyncio.Task[object], took_s: float
     ) -> None:
-        """Send the replies to a held request once it is decided; return sooner if there is more to read."""
+        """Send the replies to a held request once it is decided; return sooner if there is more to read.
+
+        `took_s`: how long it took to read the request and to hold it.
+        """
         held = exchange.held
         assert held is not None
         decided = self._waiting[id(held)] = asyncio.get_running_loop().create_future()
@@ -224,7 +227,7 @@ class ExtProcServer:
             started_s = time.perf_counter()
             replies = exchange.on_decision()
             if exchange.decided is not None:
-                self._observe_decision(exchange.decided, time.perf_counter() - started_s)
+                self._observe_decision(exchange.decided, took_s + time.perf_counter() - started_s)
             for reply in replies:
                 await context.write(reply)
 
@@ -238,13 +241,21 @@ class ExtProcServer:
         promised = exchange.may_outlive_stream and STREAM_END_METADATA in (
             context.invocation_metadata() or ()
         )
+        self._open_streams -= 1
+        if self._open_streams == 0:
+            self._idle.set()
         exchange.end(outcome, time.monotonic(), ends_with_response=promised)
         if exchange.response is not None and isinstance(exchange.decided, Placed):
             rank = exchange.decided.reservation.rank
             self._observer.on_response(rank, exchange.response.status, exchange.response.usage)
-        self._open_streams -= 1
-        if self._open_streams == 0:
-            self._idle.set()
+
+
+def _replies(exchange: Exchange, data: bytes) -> Iterable[bytes]:
+    try:
+        message = ProcessingRequest.FromString(data)
+    except DecodeError:
+        return exchange.on_unreadable_message()
+    return exchange.on_message(message, time.monotonic())
 
 
 def _new_request_id() -> str:

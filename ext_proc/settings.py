@@ -23,12 +23,12 @@ class Targets:
 class LedgerSettings:
     """How reports are believed and prompts remembered."""
 
+    block_tokens: int
+    """Tokens of a block of prompts known as text, of which facts tell the hashes."""
     stale_after_s: float = 2.0
     """Age at which a report says nothing about a rank's load any more."""
     down_after_failures: int = 3
     """Failed scrapes in a row after which a rank is down."""
-    block_tokens: int = 64
-    """Tokens of a block of the prefix index."""
     index_blocks: int = 32_768
     """Blocks remembered per rank until the rank reports the size of its KV cache."""
     max_sessions: int = 65_536
@@ -51,6 +51,8 @@ class AdmissionSettings:
 
     phases: bool = True
     """Let lock-step groups prefill in phases when their targets need it."""
+    phases_from_requests_per_rank: float = 2.5
+    """With fewer decoding, nothing waits for a phase: TTFT goes before the TPOT of so few."""
     backlog_s: float = 0.25
     """Prefill that a rank may have ahead of it and still be given more; beyond, requests wait here, where
     they can be put in a better order and onto a better rank."""

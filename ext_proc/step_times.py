@@ -36,11 +36,20 @@ class StepCosts:
     per_decode_sequence_s: float = 100e-6
     per_kv_token_s: float = 2e-8
 
+    def decode_step_s(self, decoding_sequences: float, resident_kv_tokens: float) -> float:
+        """A step in which no rank prefills."""
+        step_s = (
+            self.fixed_s
+            + self.per_decode_sequence_s * decoding_sequences
+            + self.per_kv_token_s * resident_kv_tokens
+        )
+        return max(step_s, SHORTEST_STEP_S)
+
 
 class StepTimes:
     """The learned model of one group."""
 
-    __slots__ = ("_budget_is_known", "_chunk_s", "_decode", "budget_tokens", "observations")
+    __slots__ = ("_budget_is_known", "_chunk_s", "_decode", "budget_tokens", "costs", "observations")
 
     def __init__(self, prior: StepCosts, budget_tokens: int, *, budget_is_known: bool) -> None:
         """Start from `prior` until observations say otherwise.
@@ -55,23 +64,12 @@ class StepTimes:
         self.budget_tokens = float(budget_tokens)
         self.observations = 0
         """Steps and prefills learned from so far."""
-
-    @property
-    def costs(self) -> StepCosts:
+        self.costs = self._believed()
         """The parameters as they are believed now."""
-        fixed_s, per_decode_sequence_s, per_kv_token_s = self._decode.weights
-        return StepCosts(fixed_s, self._chunk_s / self.budget_tokens, per_decode_sequence_s, per_kv_token_s)
-
-    @property
-    def per_prefill_token_s(self) -> float:
-        """Seconds that one more prompt token adds to a step."""
-        return self._chunk_s / self.budget_tokens
 
     def decode_step_s(self, decoding_sequences: float, resident_kv_tokens: float) -> float:
         """A step in which no rank prefills."""
-        fixed_s, per_decode_sequence_s, per_kv_token_s = self._decode.weights
-        step_s = fixed_s + per_decode_sequence_s * decoding_sequences + per_kv_token_s * resident_kv_tokens
-        return max(step_s, SHORTEST_STEP_S)
+        return self.costs.decode_step_s(decoding_sequences, resident_kv_tokens)
 
     def prefill_step_s(self, decoding_sequences: float, resident_kv_tokens: float) -> float:
         """A step in which some rank computes a full chunk of prompts."""
@@ -85,6 +83,7 @@ class StepTimes:
         """A step without prefill took `step_s`."""
         self.observations += 1
         self._decode.observe((1.0, decoding_sequences, resident_kv_tokens), step_s)
+        self.costs = self._believed()
 
     def observe_prefill_step(
         self, step_s: float, decoding_sequences: float, resident_kv_tokens: float
@@ -98,6 +97,7 @@ class StepTimes:
         # does not mind how much smaller.
         nudge = FULL_CHUNK_QUANTILE if chunk_s > self._chunk_s else FULL_CHUNK_QUANTILE - 1.0
         self._chunk_s *= 1.0 + SMOOTHING * nudge
+        self.costs = self._believed()
 
     def observe_prefill(
         self, tokens: int, duration_s: float, decoding_sequences: float, resident_kv_tokens: float
@@ -113,6 +113,11 @@ class StepTimes:
         else:
             step_s = self.prefill_step_s(decoding_sequences, resident_kv_tokens)
             self.budget_tokens = _pull(self.budget_tokens, tokens * step_s / duration_s)
+        self.costs = self._believed()
+
+    def _believed(self) -> StepCosts:
+        fixed_s, per_decode_sequence_s, per_kv_token_s = self._decode.weights
+        return StepCosts(fixed_s, self._chunk_s / self.budget_tokens, per_decode_sequence_s, per_kv_token_s)
 
 
 def _pull(mean: float, observed: float) -> float:

@@ -160,6 +160,8 @@ class PickReason(StrEnum):
     """A rank that runs the LoRA adapter asked for, within a bound likewise."""
     NO_HEALTHY_GROUP = "no_healthy_group"
     """Every group had a rank that is down: the pick ignored health rather than refuse."""
+    POLICY_FAILED = "policy_failed"
+    """The policy raised an error: the rank with the fewest requests was taken."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 Order: priority first (lower is more urgent, as in vLLM); within a priority, start-time fair queueing over
 tenants by prompt tokens (Goyal, Vin, Cheng: Start-time Fair Queuing, SIGCOMM 1996), so that one tenant's
-burst does not delay another's single request; within a tenant, arrival. Pure.
+burst does not delay another's single request; within a tenant, arrival. Admission lets those that can no
+longer be in time go after all others of their priority. Pure.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -34,8 +35,10 @@ class Held:
     """Prompt tokens to compute on the rank that has most of the prompt, when it arrived."""
     waits_for: RankAccount | None = field(compare=False, default=None)
     """The busy rank that is best for it."""
+    waits_for_more_than_tokens: float = field(compare=False, default=-1.0)
+    """The largest room there was when it found no rank."""
     look_again_s: float = field(compare=False, default=0.0)
-    """Until when that is taken to be so."""
+    """Until when the two are taken to be so."""
     decision: Placed | Refused | None = field(compare=False, default=None)
     """`None` while it waits."""
 
@@ -84,7 +87,7 @@ class WaitingRoom:
 
     def leave(self, held: Held) -> None:
         """The request has been placed, refused, or its client has gone."""
-        self._entries.remove(held)
+        del self._entries[bisect_left(self._entries, held)]
         self.tokens -= held.facts.prompt_tokens
         self._virtual_time = max(self._virtual_time, held.fair_start)
         if not self._entries:

@@ -6,6 +6,7 @@ Builds; must never decide.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from ext_proc.vocabulary import RequestFacts
 from gateway.config import Config, tokenizer_of
 from gateway.config_gateway import GatewaySection
 from gateway.config_groups import Group
+
+log = logging.getLogger(__name__)
 
 
 def build_ledger(config: Config) -> Ledger:
@@ -51,12 +54,14 @@ def build_admission(config: Config, ledger: Ledger) -> Admission:
         pick_list_length=settings.pick_list_length,
         rng=random.Random(),
         affinity=_affinity(settings) if policy.in_seconds else None,
+        on_policy_failure=_PolicyFailures(settings.policy),
     )
     return Admission(
         ledger,
         picker,
         AdmissionSettings(
             phases=section.phases,
+            phases_from_requests_per_rank=section.phases_from_requests_per_rank,
             backlog_s=section.backlog_ms / 1000,
             max_hold_s=section.max_hold_s,
             max_held_requests=section.max_held_requests,
@@ -67,8 +72,21 @@ def build_admission(config: Config, ledger: Ledger) -> Admission:
     )
 
 
+class _PolicyFailures:
+    """Logs the first failure of a policy; `wavegate_picks_total` counts them all."""
+
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
+        self._is_known = False
+
+    def __call__(self, error: Exception) -> None:
+        if not self._is_known:
+            self._is_known = True
+            log.error("policy %s fails: requests go where the fewest are", self._policy, exc_info=error)
+
+
 class LiveAdmission:
-    """Admission in wall-clock time: decides when asked, and again whenever something may have changed."""
+    """Admission in wall-clock time: decides when asked, and again at every tick while requests are held."""
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
@@ -82,13 +100,6 @@ class LiveAdmission:
         self._after_deciding(now_s)
         return decision
 
-    def advance(self) -> None:
-        """Something has happened: see whether held requests may go."""
-        if self.admission.held_requests:
-            now_s = time.monotonic()
-            self.admission.advance(now_s)
-            self._after_deciding(now_s)
-
     def _after_deciding(self, now_s: float) -> None:
         for held in self.admission.take_decided():
             self.wake(held)
@@ -98,7 +109,9 @@ class LiveAdmission:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self.advance()
+        now_s = time.monotonic()
+        self.admission.advance(now_s)
+        self._after_deciding(now_s)
 
 
 def _targets(config: Config) -> Targets:
@@ -128,7 +141,6 @@ def _group_facts(group: Group) -> GroupFacts:
             budget_tokens or UNKNOWN_BUDGET_TOKENS,
             budget_is_known=budget_tokens is not None,
         ),
-        block_tokens=BLOCK_TOKENS,
         by_tokens=tokenizer_of(group) is not None,
         models=(group.model, *group.other_names),
     )

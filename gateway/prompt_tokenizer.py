@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,20 +60,20 @@ class PromptTokenizer:
             ):
                 return None
             salt = request.get("cache_salt")
-            prompts = list(self._prompts(facts.kind, request))
-            if not prompts or not (salt is None or isinstance(salt, str)):
+            if not (salt is None or isinstance(salt, str)):
                 return None
-            if len(prompts) == 1:
-                ids, count = prompts[0]
-                return PromptTokens(ids, cache_salt=salt, count=count)
-            # A request with several prompts is several to the engine: only how much they are is of use.
-            return PromptTokens((), count=sum(count for _, count in prompts))
+            ids, count = self._prompt(facts.kind, request)
+            return PromptTokens(ids, cache_salt=salt, count=count)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             log.debug("request %s: prompt not known as tokens: %s", facts.request_id, error)
             return None
 
-    def _prompts(self, kind: CallKind, request: Mapping[str, Any]) -> Iterable[tuple[list[int], int]]:
-        """Each prompt of a request: its tokens as far as they are certain, and how many there are in all."""
+    def _prompt(self, kind: CallKind, request: Mapping[str, Any]) -> tuple[list[int], int]:
+        """The tokens of a prompt as far as they are certain, and how many there are in all.
+
+        Raises ValueError or TypeError for all that is not one prompt of text or tokens: several are several
+        requests to the engine, of which only their length is of use, and that is estimated.
+        """
         if kind is CallKind.CHAT and self._templates:
             default = self._templates.get("default")
             template = (
@@ -81,19 +81,17 @@ class PromptTokenizer:
             )
             if template is None:
                 raise ValueError("no chat template for this request")
-            yield self._encode(template.render(request), request.get("add_special_tokens", False))
-        elif kind is CallKind.COMPLETION:
-            adds_special = request.get("add_special_tokens", True)
-            prompt = request.get("prompt")
-            if not isinstance(prompt, list) or (prompt and _is_id(prompt[0])):
-                prompt = [prompt]
-            for one in prompt:
-                if isinstance(one, str):
-                    yield self._encode(one, adds_special)
-                elif isinstance(one, list) and all(map(_is_id, one)):
-                    yield one, len(one)
-                else:
-                    raise ValueError("a prompt that is neither text nor tokens")
+            return self._encode(template.render(request), request.get("add_special_tokens", False))
+        if kind is not CallKind.COMPLETION:
+            raise ValueError(f"a call of another kind: {kind.value}")
+        prompt = request.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and not _is_id(prompt[0]):
+            (prompt,) = prompt
+        if isinstance(prompt, str):
+            return self._encode(prompt, request.get("add_special_tokens", True))
+        if isinstance(prompt, list) and prompt and all(map(_is_id, prompt)):
+            return prompt, len(prompt)
+        raise ValueError("not one prompt of text or tokens")
 
     def _encode(self, text: str, adds_special_tokens: object) -> tuple[list[int], int]:
         head = text[:MAX_TEXT_CHARS]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from ext_proc.admission import Admission
+from ext_proc.decision import Decision, Placed
 from ext_proc.groups import GroupFacts
 from ext_proc.ledger import Ledger
 from ext_proc.picker import Picker
@@ -13,6 +14,7 @@ from ext_proc.policies import make_policy
 from ext_proc.settings import AdmissionSettings, Affinity, LedgerSettings, Targets
 from ext_proc.step_times import StepCosts, StepTimes
 from ext_proc.vocabulary import CallKind, Rank, RankCounters, RankReport, RequestFacts
+from ext_proc.waiting_room import Held
 
 STALE_AFTER_S = 2.0
 DOWN_AFTER_FAILURES = 3
@@ -99,7 +101,6 @@ def pool(
             name=name,
             lock_step=lock_step,
             times=StepTimes(COSTS, BUDGET_TOKENS, budget_is_known=True),
-            block_tokens=BLOCK_TOKENS,
             by_tokens=by_tokens,
             models=tuple((models or {}).get(name, ())),
         )
@@ -142,3 +143,48 @@ def balancer(ledger: Ledger, *, pick_list_length: int = 3) -> Admission:
     return Admission(
         ledger, picker(ledger, pick_list_length=pick_list_length), AdmissionSettings().never_holding()
     )
+
+
+TIGHT = Targets(ttft_s=2.0, tpot_s=0.05)
+"""Steps with prefill break this TPOT, steps without keep it."""
+
+
+def placed(decision: Decision | None) -> Placed:
+    """The decision, which places the request."""
+    assert isinstance(decision, Placed)
+    return decision
+
+
+def held(decision: Decision) -> Held:
+    """The decision, which holds the request."""
+    assert isinstance(decision, Held)
+    return decision
+
+
+def behind(
+    ranks: int = 4, *, per_rank: int = 3, targets: Targets = TIGHT, now_s: float = 1.0, lock_step: bool = True
+) -> Ledger:
+    """A group that decodes on every rank, behind `targets`: rank 0 has just read a prompt of 5 steps."""
+    ledger = pool(group("g0", ranks), targets=targets, lock_step=lock_step)
+    for index in range(ranks):
+        for _ in range(per_rank):
+            ledger.reserve(rank(index), request(), now_s - 0.7)
+        got_tokens(ledger, index, now_s - 0.6, seen=per_rank)
+    ledger.reserve(rank(0), request(prompt_tokens=5 * BUDGET_TOKENS), now_s - 0.6)
+    for index in reversed(range(ranks)):
+        got_tokens(ledger, index, now_s, seen=per_rank + (index == 0), tokens=5 * per_rank, each_after_s=0.12)
+    return ledger
+
+
+def got_tokens(
+    ledger: Ledger, index: int, at_s: float, *, seen: int = 0, tokens: int = 0, each_after_s: float = 0.0
+) -> None:
+    """The rank reports more tokens, each so long after the one before, and `seen` first tokens in all."""
+    account = ledger.accounts[index]
+    had = counters() if account.report is None else account.report.counters or counters()
+    said = counters(
+        first_tokens=max(had.first_tokens, seen),
+        inter_tokens=had.inter_token_count + tokens,
+        inter_token_s=had.inter_token_sum_s + tokens * each_after_s,
+    )
+    ledger.record_report(rank(index), report(at_s, running=account.reservations, counters=said))

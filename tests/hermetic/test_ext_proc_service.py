@@ -4,6 +4,7 @@ the stream."""
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -20,8 +21,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ext_proc.decision import DropReason
+from ext_proc.decision import Decision, DropReason
 from ext_proc.health import LIVENESS, READINESS, SERVICE_NAME
+from ext_proc.vocabulary import RequestFacts
 from tests.builders import balancer, group, pool
 from tests.hermetic.conftest import ExtProcClient, Serve, chat, whole_body
 
@@ -197,6 +199,34 @@ async def test_a_body_of_the_largest_accepted_size_is_read(serve_ext_proc: Serve
     async with serve_ext_proc(balancer(pool(RANKS)), max_body_bytes=8 << 20) as served:
         reply = await served.client.exchange(served.client.open(), whole_body(b"x" * (8 << 20)))
         assert reply.WhichOneof("response") == "request_body"
+
+
+async def test_of_an_answered_body_nothing_is_kept(serve_ext_proc: Serve) -> None:
+    async with serve_ext_proc(balancer(pool(RANKS))) as served:
+        message = whole_body(chat("x" * (1 << 20)))
+        tracemalloc.start()
+        try:
+            streams = [served.client.open() for _ in range(16)]
+            for stream in streams:
+                await served.client.exchange(stream, message)
+            assert tracemalloc.get_traced_memory()[0] < 4 << 20
+        finally:
+            tracemalloc.stop()
+
+
+async def test_a_decider_that_fails_ends_its_stream_and_no_other(serve_ext_proc: Serve) -> None:
+    class Failing:
+        def decide(self, facts: RequestFacts, now_s: float) -> Decision:
+            if facts.prompt_chars > 100:
+                raise RuntimeError("cannot decide")
+            return balancer(pool(RANKS)).decide(facts, now_s)
+
+    async with serve_ext_proc(Failing()) as served:
+        kept, failed = served.client.open(), served.client.open()
+        await served.client.exchange(kept, whole_body(chat()))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await served.client.exchange(failed, whole_body(chat("x" * 1000)))
+        assert await served.server.drain(timeout_s=0.05) == 1
 
 
 async def test_a_unix_socket_serves_its_owner_only(serve_ext_proc: Serve, tmp_path: Path) -> None:

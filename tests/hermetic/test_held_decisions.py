@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -49,8 +50,10 @@ class Holding:
         self.held: list[HeldRequest] = []
         self.is_quick = False
         """Decide at once about what is held."""
+        self.thinks_for_s = 0.0
 
     def decide(self, facts: RequestFacts, _now_s: float) -> Decision:
+        time.sleep(self.thinks_for_s)
         self.held.append(HeldRequest(facts))
         if self.is_quick:
             self.place(self.held[-1])
@@ -93,6 +96,20 @@ async def test_a_held_request_is_routed_when_it_is_decided(
         assert len(served.observed.picks) == 1
         assert ledger.accounts[0].reservations == 1
         stream.cancel()
+
+
+async def test_what_it_took_to_hold_a_request_counts_as_time_to_decide(
+    serve_ext_proc: Serve, eventually: Any
+) -> None:
+    decider = Holding(pool([A]))
+    decider.thinks_for_s = 0.05
+    async with serve_ext_proc(decider) as served:
+        stream = await served.sent([whole_body(BODY)])
+        await eventually(lambda: len(decider.held) == 1)
+        decider.place(decider.held[0])
+        served.server.wake(decider.held[0])
+        await stream.read()
+        assert served.observed.durations_s[0] >= decider.thinks_for_s
 
 
 @in_every_mode

@@ -12,7 +12,6 @@ from ext_proc.advice import (
     SAFE_SHARE,
     Load,
     best_budget_tokens,
-    decode_step_s,
     effect,
 )
 from ext_proc.settings import Targets
@@ -58,7 +57,10 @@ def test_the_best_budget_keeps_the_target_and_the_next_larger_one_does_not(
     best = best_budget_tokens(costs, load, targets)
     limit_s = SAFE_SHARE * tpot_s
     if best is None:
-        smallest = decode_step_s(costs, load) + GRANULE_TOKENS * costs.per_prefill_token_s
+        smallest = (
+            costs.decode_step_s(load.decoding_sequences, load.kv_tokens)
+            + GRANULE_TOKENS * costs.per_prefill_token_s
+        )
         assert smallest >= limit_s * (1 - 1e-9)
         return
     assert effect(costs, load, targets, best).longest_step_s <= limit_s * (1 + 1e-9)

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from ext_proc.decision import Decision, DropReason, Placed, Refused
 from ext_proc.exchange import Exchange
-from ext_proc.ledger import Ledger, Outcome
+from ext_proc.ledger import Ledger
 from ext_proc.protocol import CollectedBodies, ProtocolSettings
+from ext_proc.reservation import Outcome
 from ext_proc.vocabulary import RequestFacts
 from tests.builders import balancer, group, pool
 from tests.builders_protocol import BODY, REQ, RESPONSE, Messages, in_modes

@@ -9,17 +9,17 @@ from ext_proc.admission import Admission
 from ext_proc.decision import DropReason, Placed, Refused
 from ext_proc.explanation import in_one_line
 from ext_proc.picker import Busy, Readiness
-from ext_proc.settings import AdmissionSettings, Targets
+from ext_proc.settings import AdmissionSettings
 from ext_proc.vocabulary import Pick, RequestFacts
 from tests.builders import (
     BLOCK_TOKENS,
+    TIGHT,
     admission,
-    counters,
+    behind,
     group,
     picker,
     pool,
     rank,
-    report,
     request,
 )
 
@@ -44,7 +44,7 @@ def test_a_pick_tells_the_costs_of_its_rank_and_of_the_cheapest_others_where_ask
     assert pick.costs[0].rank == pick.first
     assert [one.cost for one in pick.costs] == sorted(one.cost for one in pick.costs)
     assert {one.rank: one.cached_tokens for one in pick.costs}[rank(0)] == 10 * BLOCK_TOKENS
-    assert set(pick.costs[0].parts) == {"wait", "prefill", "others", "decode", "kv", "full"}
+    assert set(pick.costs[0].parts) == {"wait", "prefill", "others", "late", "decode", "kv", "full"}
     assert placed(admission(ledger), request()).pick.costs == ()
 
 
@@ -98,12 +98,7 @@ def test_a_prospect_says_for_which_rank_a_request_would_wait() -> None:
 
 
 def test_a_prospect_between_phases_is_to_wait() -> None:
-    tight = Targets(ttft_s=2.0, tpot_s=0.05)
-    ledger = pool(group("g0", 4), targets=tight)
-    ledger.reserve(rank(0), request(), 0.9)
-    ledger.record_report(rank(0), report(1.0, running=1, counters=counters(first_tokens=1)))
-    ledger.groups[0].lead.tokens = 0.0
-    prospect = admission(ledger, AdmissionSettings(targets=tight)).prospect(request(), 1.0)
+    prospect = admission(behind(), AdmissionSettings(targets=TIGHT)).prospect(request(), 1.0)
     assert prospect.outcome is None
     assert {state for _, state in prospect.ranks} == {Readiness.CLOSED}
 

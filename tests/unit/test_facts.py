@@ -11,6 +11,11 @@ from hypothesis import strategies as st
 
 from ext_proc.decision import DropReason
 from ext_proc.facts import (
+    LEAST_URGENT,
+    MAX_BODY_PARTS,
+    MOST_SEQUENCES,
+    MOST_TOKENS,
+    MOST_URGENT,
     PREFIX_BYTES,
     call_kind,
     facts_without_body,
@@ -129,6 +134,40 @@ def test_no_json_value_breaks_the_reading(body: Any) -> None:
 @given(st.binary())
 def test_no_bytes_break_the_reading(body: bytes) -> None:
     read_facts(CHAT, body, "r")
+
+
+@pytest.mark.parametrize("depth", [50, 600, 5_000, 100_000])
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [("[", "]"), ('{"role":"user","content":', "}"), ('{"a":', "}"), ('[{"text":', "}]")],
+)
+def test_no_depth_of_nesting_breaks_the_reading(depth: int, opening: str, closing: str) -> None:
+    nested = opening * depth + '"deep"' + closing * depth
+    body = f'{{"model": "m", "messages": [{nested}], "prompt": {nested}, "tools": {nested}}}'.encode()
+    assert read_facts(CHAT, body, "r").prompt_tokens >= 0
+    assert read_facts_of_prefix(CHAT, body, "r").prompt_tokens >= 0
+
+
+@pytest.mark.parametrize("part", ["[]", '"a"', "{}", "[9]", '{"role":"user","content":"a"}'])
+def test_of_a_body_in_countless_parts_the_beginning_is_read(part: str) -> None:
+    for_prompt = ",".join([part] * (MAX_BODY_PARTS + 1))
+    body = f'{{"model": "m", "max_tokens": 5, "messages": [{for_prompt}], "n": 3}}'.encode()
+    fields = parse(body)
+    assert fields is not None
+    assert len(fields.messages) <= PREFIX_BYTES // 2
+    assert fault_of(CallKind.CHAT, fields) is None
+    facts = read_facts(CHAT, body, "r")
+    assert (facts.model, facts.max_tokens, facts.n) == ("m", 5, 1)
+
+
+@given(st.integers(), st.integers(0, 400))
+def test_no_number_is_believed_beyond_what_a_rank_could_do(factor: int, zeros: int) -> None:
+    number = f"{factor}" + "0" * zeros
+    body = f'{{"model": "m", "n": {number}, "max_tokens": {number}, "priority": {number}}}'.encode()
+    facts = read_facts(CHAT, body, "r")
+    assert 1 <= facts.n <= MOST_SEQUENCES
+    assert facts.max_tokens is None or 0 < facts.max_tokens <= MOST_TOKENS
+    assert MOST_URGENT <= facts.priority <= LEAST_URGENT
 
 
 @given(st.text(min_size=1))

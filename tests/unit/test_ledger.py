@@ -9,9 +9,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ext_proc.decision import Placed
-from ext_proc.ledger import Ledger, Outcome, Reservation
+from ext_proc.ledger import Ledger
+from ext_proc.reservation import Outcome, Reservation
 from ext_proc.vocabulary import RankState
-from tests.builders import DOWN_AFTER_FAILURES, STALE_AFTER_S, balancer, group, pool, rank, report, request
+from tests.builders import (
+    DOWN_AFTER_FAILURES,
+    STALE_AFTER_S,
+    balancer,
+    counters,
+    group,
+    pool,
+    rank,
+    report,
+    request,
+)
 
 
 def test_a_reservation_counts_until_it_is_released() -> None:
@@ -107,6 +118,66 @@ def test_a_request_served_by_another_rank_counts_there() -> None:
     assert [account.reservations for account in ledger.accounts] == [0, 0]
 
 
+def test_what_was_placed_on_a_rank_after_its_last_step_is_found_whatever_came_before() -> None:
+    ledger = pool([rank(0)])
+    early, late, later = (ledger.reserve(rank(0), request(), now_s=float(second)) for second in (1, 2, 3))
+    assert [ledger.placed_after_s(rank(0), time_s) for time_s in (0.5, 1.0, 2.5, 3.0)] == [
+        1.0,
+        2.0,
+        3.0,
+        None,
+    ]
+    ledger.assume_progress(60.0)
+    assert ledger.placed_after_s(rank(0), 0.5) == 1.0
+    for one in (early, late):
+        one.release(Outcome.ENDED, now_s=61.0)
+    assert ledger.placed_after_s(rank(0), 0.5) == 3.0
+    later.release(Outcome.ENDED, now_s=61.0)
+    assert ledger.placed_after_s(rank(0), 0.5) is None
+
+
+def test_a_request_that_was_refused_counts_on_the_rank_it_was_sent_to_next() -> None:
+    """As if it had been placed there: its load, its prefill, its place in the queue, and nobody else's."""
+    ledger = pool(group("g0", 2))
+    first, second = ledger.accounts
+    ledger.reserve(rank(0), request(request_id="mine", prompt_tokens=500), now_s=0.0)
+    ledger.note_retry("mine", rank(1).endpoint, now_s=0.5)
+    assert (first.reservations, first.prompt_tokens_open, first.prefills.tokens) == (0, 0, 0)
+    assert (second.reservations, second.prompt_tokens_open, second.prefills.tokens) == (1, 500, 500)
+    assert (first.placed_after_s(-1.0), second.placed_after_s(-1.0)) == (None, 0.5)
+    ledger.record_report(rank(1), report(0.6, running=1, counters=counters(first_tokens=1)))
+    assert second.foreign_requests == 0
+    assert (second.decoding_sequences, second.prefills.tokens) == (1, 0)
+
+
+def test_a_request_that_is_not_known_for_certain_stays_where_it_is() -> None:
+    ledger = pool(group("g0", 2))
+    one, other = (ledger.reserve(rank(0), request(request_id="same"), now_s=0.0) for _ in range(2))
+    ledger.note_retry("same", rank(1).endpoint, now_s=0.5)
+    ledger.note_retry("another", rank(1).endpoint, now_s=0.5)
+    assert [one.rank, other.rank] == [rank(0), rank(0)]
+    one.release(Outcome.ENDED, now_s=1.0)
+    ledger.note_retry("same", rank(1).endpoint, now_s=1.5)
+    ledger.note_retry("same", "203.0.113.1:1", now_s=1.5)
+    assert other.rank == rank(1)
+    other.release(Outcome.ENDED, now_s=2.0)
+    ledger.note_retry("same", rank(0).endpoint, now_s=2.5)
+    assert [account.reservations for account in ledger.accounts] == [0, 0]
+
+
+def test_the_rank_it_was_sent_to_next_shows_the_end_of_an_unobserved_request() -> None:
+    ledger = pool(group("g0", 2))
+    reservation = ledger.reserve(rank(0), request(request_id="mine"), now_s=0.0)
+    reservation.leave_unobserved(now_s=0.1)
+    ledger.note_retry("mine", rank(1).endpoint, now_s=0.2)
+    for at_s in (0.3, 0.4, 0.5):
+        ledger.record_report(rank(0), report(at_s))
+        ledger.record_report(rank(1), report(at_s, running=1))
+    assert reservation.outcome is None
+    ledger.record_report(rank(1), report(0.6))
+    assert reservation.outcome is Outcome.RETIRED
+
+
 def test_an_unobserved_request_counts_until_two_reports_in_a_row_could_have_shown_it() -> None:
     ledger = pool([rank(0)])
     ledger.reserve(rank(0), request(), now_s=0.0).leave_unobserved(now_s=0.5)
@@ -147,9 +218,9 @@ class LedgerUnderAnyInterleaving(RuleBasedStateMachine):
     def time_passes(self, elapsed_s: float) -> None:
         self.now_s += elapsed_s
 
-    @rule(target=reservations)
-    def pick(self) -> Reservation:
-        decision = self.balancer.decide(request(), self.now_s)
+    @rule(target=reservations, request_id=st.sampled_from("uvwxyz"))
+    def pick(self, request_id: str) -> Reservation:
+        decision = self.balancer.decide(request(request_id=request_id), self.now_s)
         assert isinstance(decision, Placed)
         pick, reservation = decision.pick, decision.reservation
         assert reservation.rank == pick.first
@@ -172,6 +243,15 @@ class LedgerUnderAnyInterleaving(RuleBasedStateMachine):
     def served_elsewhere(self, reservation: Reservation, index: int) -> None:
         reservation.move(self.ranks[index].endpoint, self.now_s)
         assert reservation.rank == self.ranks[index]
+
+    @rule(request_id=st.sampled_from("uvwxyz"), index=st.integers(0, 4))
+    def a_retry_is_told(self, request_id: str, index: int) -> None:
+        before = {one: one.rank for one in self.open}
+        meant = [one for one in self.open if one.facts.request_id == request_id]
+        if len(meant) == 1:
+            before[meant[0]] = self.ranks[index]
+        self.ledger.note_retry(request_id, self.ranks[index].endpoint, self.now_s)
+        assert {one: one.rank for one in self.open} == before
 
     @rule(reservation=ended, outcome=st.sampled_from(Outcome))
     def end_again(self, reservation: Reservation, outcome: Outcome) -> None:

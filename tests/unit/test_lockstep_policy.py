@@ -16,11 +16,14 @@ from tests.builders import BLOCK_TOKENS, BUDGET_TOKENS, counters, group, pool, r
 TOKENS_PER_S = BUDGET_TOKENS / 0.120
 
 
-def parts(ledger: Ledger, facts: RequestFacts, now_s: float = 0.0) -> dict[Rank, Mapping[str, float]]:
+def parts(
+    ledger: Ledger, facts: RequestFacts, now_s: float = 0.0, *, waited_s: float = 0.0
+) -> dict[Rank, Mapping[str, float]]:
     """What each rank would cost, by part."""
     view = PickView(
         facts=facts,
         now_s=now_s,
+        waited_s=waited_s,
         accounts=ledger.accounts,
         foreign_requests=ledger.foreign_requests(ledger.accounts, now_s),
         cached_tokens=ledger.cached_tokens_each(ledger.accounts, facts),
@@ -64,6 +67,28 @@ def test_a_cache_is_worth_a_queue_up_to_twice_what_it_saves() -> None:
         ledger.record_report(rank(0), report(1.0, counters=counters(first_tokens=1)))
         ledger.reserve(rank(0), request(prompt_tokens=queue_tokens), 1.0)
         assert best(ledger, document, 1.0) == expected
+
+
+def test_a_first_token_after_the_target_costs_half_as_much_again() -> None:
+    ledger = pool(group("g0", 2))
+    ledger.reserve(rank(0), request(prompt_tokens=round(1.8 * TOKENS_PER_S)), 0.0)
+    prompt = request(prompt_tokens=round(0.3 * TOKENS_PER_S))
+    costs = parts(ledger, prompt)
+    assert costs[rank(0)]["late"] == pytest.approx((1.8 + 0.3) / 2, rel=0.01)
+    assert costs[rank(1)]["late"] == 0
+    assert parts(ledger, prompt, waited_s=1.7)[rank(1)]["late"] == pytest.approx((1.7 + 0.3) / 2, rel=0.01)
+
+
+def test_a_cache_is_not_waited_for_where_another_rank_has_the_first_token_in_time() -> None:
+    """Its queue costs 1.9 times what it saves: worth it, but not to a request that has waited for long."""
+    document = request(prompt_tokens=100 * BLOCK_TOKENS, blocks=range(100))
+    ledger = pool(group("g0", 2))
+    ledger.reserve(rank(0), document, 0.0)
+    ledger.record_report(rank(0), report(1.0, counters=counters(first_tokens=1)))
+    ledger.reserve(rank(0), request(prompt_tokens=190 * BLOCK_TOKENS), 1.0)
+    for waited_s, expected in ((0.0, rank(0)), (1.0, rank(1))):
+        costs = parts(ledger, document, 1.0, waited_s=waited_s)
+        assert min(costs, key=lambda one: sum(costs[one].values())) == expected
 
 
 def test_requests_of_others_count_as_a_queue() -> None:

@@ -3,140 +3,124 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ext_proc.groups import GroupAccount
-from ext_proc.ledger import Ledger, Reservation
-from ext_proc.phases import DECODE_SHARE_MARGIN, PhaseGate
+from ext_proc.ledger import Ledger
+from ext_proc.phases import PhaseGate
 from ext_proc.settings import Targets
-from ext_proc.token_lead import (
-    COMFORTABLE_LEAD_TOKENS,
-    LONGEST_LAG_TOKENS,
-    LONGEST_LEAD_TOKENS,
-    PACE_SHARE,
-    TokenLead,
+from ext_proc.token_lead import LONGEST_LAG_TOKENS, LONGEST_LEAD_TOKENS, PACE_SHARE, TokenLead
+from tests.builders import (
+    BUDGET_TOKENS,
+    STALE_AFTER_S,
+    TIGHT,
+    behind,
+    got_tokens,
+    group,
+    pool,
+    rank,
+    report,
+    request,
 )
-from tests.builders import BUDGET_TOKENS, counters, group, pool, rank, report, request
 
-TIGHT = Targets(ttft_s=2.0, tpot_s=0.05)
-"""Steps with prefill break this TPOT, steps without keep it."""
 LOOSE = Targets(ttft_s=2.0, tpot_s=0.5)
+PACE_S = PACE_SHARE * TIGHT.tpot_s
 
 
-def lock_step_pool(targets: Targets = TIGHT, ranks: int = 2) -> Ledger:
-    return pool(group("g0", ranks), targets=targets)
+def gate(ledger: Ledger, from_requests_per_rank: float = 2.5) -> PhaseGate:
+    return PhaseGate(ledger.groups[0], from_requests_per_rank)
 
 
-def place(ledger: Ledger, prompt_tokens: int, now_s: float, index: int = 0) -> Reservation:
-    return ledger.reserve(rank(index), request(prompt_tokens=prompt_tokens), now_s)
+def is_open(ledger: Ledger, now_s: float = 1.0) -> bool:
+    return gate(ledger).is_open(now_s)
 
 
-def first_token(ledger: Ledger, now_s: float, seen: int, index: int = 0) -> None:
-    """The rank reports that it has had so many first tokens in all."""
-    ledger.record_report(rank(index), report(now_s, running=1, counters=counters(first_tokens=seen)))
-
-
-def decoding(ledger: Ledger, now_s: float = 1.0) -> GroupAccount:
-    """A group that decodes one request and prefills nothing; its lead is used up."""
-    place(ledger, 100, now_s - 0.1)
-    first_token(ledger, now_s, 1)
-    gathered = ledger.groups[0]
-    gathered.lead.tokens = 0.0
-    return gathered
-
-
-def until_s(gathered: GroupAccount) -> float:
-    """The first moment at which a phase may start, to a millisecond."""
-    gate = PhaseGate(gathered)
-    milliseconds = next(ms for ms in range(10_000) if gate.may_start(gathered.phase_ended_s + ms / 1000))
-    return gathered.phase_ended_s + milliseconds / 1000
+def decode_undisturbed(ledger: Ledger, from_s: float, until_s: float) -> None:
+    """Every request gets a token per 20 ms, and the ranks report."""
+    steps = round((until_s - from_s) / 0.02)
+    for index, account in enumerate(ledger.accounts):
+        tokens = steps * account.decoding_sequences
+        got_tokens(ledger, index, until_s, tokens=tokens, each_after_s=0.02)
 
 
 def test_with_nobody_decoding_prefill_harms_nobody() -> None:
-    ledger = lock_step_pool()
-    ledger.groups[0].lead.tokens = 0.0
-    assert PhaseGate(ledger.groups[0]).is_open
+    assert is_open(pool(group("g0", 2), targets=TIGHT))
 
 
-def test_where_steps_with_prefill_keep_the_target_nothing_is_held() -> None:
-    assert PhaseGate(decoding(lock_step_pool(LOOSE))).is_open
-    assert not PhaseGate(decoding(lock_step_pool(TIGHT))).is_open
+def test_while_decoding_is_behind_not_even_a_short_prompt_may_start() -> None:
+    assert not is_open(behind())
+    assert gate(behind()).room_tokens(1.0) < 0
 
 
-def test_a_comfortable_lead_lets_prefill_start_at_any_time() -> None:
-    gathered = decoding(lock_step_pool())
-    gathered.lead.tokens = COMFORTABLE_LEAD_TOKENS
-    assert PhaseGate(gathered).is_open
+def test_when_decoding_has_caught_up_prefill_may_start() -> None:
+    ledger = behind()
+    lag = -ledger.groups[0].lead.tokens
+    needs_s = lag / (1 / 0.02 - 1 / PACE_S)
+    decode_undisturbed(ledger, 1.0, 1.0 + 0.5 * needs_s)
+    assert not is_open(ledger, 1.0 + 0.5 * needs_s)
+    decode_undisturbed(ledger, 1.0 + 0.5 * needs_s, 1.04 + needs_s)
+    assert is_open(ledger, 1.04 + needs_s)
 
 
-def test_between_phases_not_even_a_short_prompt_may_start() -> None:
-    gate = PhaseGate(decoding(lock_step_pool()))
-    assert gate.room_tokens(1.0) < 0
+def test_where_steps_with_prefill_keep_the_target_nothing_waits() -> None:
+    assert is_open(behind(targets=LOOSE))
+
+
+def test_where_not_even_decoding_keeps_the_pace_nothing_waits() -> None:
+    assert is_open(behind(targets=Targets(ttft_s=2.0, tpot_s=0.02)))
+
+
+def test_with_little_to_decode_nothing_waits() -> None:
+    assert is_open(behind(per_rank=2))
+    assert not is_open(behind(per_rank=3))
+
+
+def test_unless_it_is_told_to_put_the_tpot_first_even_then() -> None:
+    assert not gate(behind(per_rank=1), from_requests_per_rank=0).is_open(1.0)
+    assert gate(pool(group("g0", 2), targets=TIGHT), from_requests_per_rank=0).is_open(1.0)
+
+
+def test_a_lead_that_nobody_has_measured_lately_holds_nothing() -> None:
+    assert not is_open(behind(), 1.0 + STALE_AFTER_S)
+    assert is_open(behind(), 1.01 + STALE_AFTER_S)
 
 
 def test_in_a_phase_there_is_room_up_to_the_longest_prefill_under_way() -> None:
-    ledger = lock_step_pool()
-    gathered = decoding(ledger)
-    place(ledger, 5000, 2.0, index=0)
-    gathered.lead.tokens = 0.0
-    gate = PhaseGate(gathered)
-    assert gate.room_tokens(2.0) == pytest.approx(5000)
-    tokens_per_s = BUDGET_TOKENS / 0.1201
-    assert gate.room_tokens(2.3) == pytest.approx(5000 - 0.3 * tokens_per_s, rel=0.01)
+    ledger = behind()
+    ledger.reserve(rank(0), request(prompt_tokens=5000), 2.0)
+    assert gate(ledger).room_tokens(2.0) == pytest.approx(5000)
+    tokens_per_s = BUDGET_TOKENS / 0.1205
+    assert gate(ledger).room_tokens(2.3) == pytest.approx(5000 - 0.3 * tokens_per_s, rel=0.01)
 
 
-def test_after_a_phase_decoding_gets_the_time_that_the_mean_tpot_needs() -> None:
-    ledger = lock_step_pool()
-    gathered = decoding(ledger)
-    place(ledger, 4000, 2.0)
-    first_token(ledger, 3.0, 2)
-    gathered.lead.tokens = 0.0
-    p, d, target = gathered.prefill_step_s, gathered.decode_step_s, 0.05
-    n = gathered.phase_length_s / p
-    m = (until_s(gathered) - gathered.phase_ended_s) / DECODE_SHARE_MARGIN / d
-    assert (n * p + m * d) / (n + m) == pytest.approx(target, rel=0.02)
+def test_the_lead_is_what_a_groups_requests_got_beyond_the_pace() -> None:
+    ledger = behind(ranks=2)
+    before = ledger.groups[0].lead.tokens
+    got_tokens(ledger, 1, 1.1, tokens=9, each_after_s=0.04)
+    assert ledger.groups[0].lead.tokens - before == pytest.approx((9 - 9 * 0.04 / PACE_S) / 7)
 
 
-def test_no_phase_starts_before_decoding_had_its_share() -> None:
-    ledger = lock_step_pool()
-    gathered = decoding(ledger)
-    place(ledger, 4000, 2.0)
-    first_token(ledger, 3.0, 2)
-    gathered.lead.tokens = 0.0
-    gate = PhaseGate(gathered)
-    assert not gate.may_start(gathered.phase_ended_s + 0.01)
-    assert gate.may_start(gathered.phase_ended_s + gathered.phase_length_s)
+def test_the_lead_counts_the_requests_of_others_whose_tokens_it_counts() -> None:
+    ledger = behind(ranks=2)
+    ledger.record_report(rank(1), report(1.1, running=3 + 6, counters=ledger.accounts[1].report.counters))
+    ledger.pass_time(1.2)
+    before = ledger.groups[0].lead.tokens
+    got_tokens(ledger, 1, 1.2, tokens=9, each_after_s=0.04)
+    assert ledger.groups[0].lead.tokens - before == pytest.approx((9 - 9 * 0.04 / PACE_S) / (7 + 6))
 
 
-def test_where_not_even_decoding_meets_the_target_nothing_is_held() -> None:
-    assert PhaseGate(decoding(lock_step_pool(Targets(ttft_s=2.0, tpot_s=0.01)))).is_open
+def test_whoever_starts_to_decode_where_nobody_did_owes_nothing() -> None:
+    ledger = pool(group("g0", 2), targets=TIGHT)
+    ledger.groups[0].lead.record(1, 10.0, sequences=1, target_s=0.05)
+    ledger.pass_time(1.0)
+    assert ledger.groups[0].lead.tokens == 0
 
 
-def test_prompts_that_pack_well_start_a_phase_at_once() -> None:
-    gate = PhaseGate(decoding(lock_step_pool(ranks=4)))
-    assert gate.phase_tokens([(1000, 0.0), (900, 0.0), (800, 0.0)]) == 1000
-
-
-def test_a_long_prompt_waits_for_company_while_short_ones_start() -> None:
-    gate = PhaseGate(decoding(lock_step_pool(ranks=4)))
-    assert gate.phase_tokens([(9000, 0.0), (500, 0.0), (400, 0.0), (300, 0.0)]) == 500
-
-
-def test_a_lone_prompt_starts_a_phase_when_its_patience_ends() -> None:
-    gate = PhaseGate(decoding(lock_step_pool(ranks=4)))
-    assert gate.phase_tokens([(9000, 0.05)]) == 0
-    assert gate.phase_tokens([(9000, 0.11), (100, 0.0)]) == 9000
-
-
-def test_nothing_held_starts_nothing() -> None:
-    assert PhaseGate(decoding(lock_step_pool())).phase_tokens([]) == 0
-
-
-def test_a_lead_grows_with_short_steps_and_shrinks_with_long_ones_within_bounds() -> None:
+@given(st.lists(st.tuples(st.integers(1, 500), st.floats(0.001, 1.0), st.integers(1, 100)), max_size=30))
+def test_a_lead_is_bounded_and_rises_and_falls_with_the_pace(spans: list[tuple[int, float, int]]) -> None:
     lead = TokenLead()
-    lead.tokens = 0.0
-    lead.pass_time(1.0, step_s=0.02, target_s=0.05)
-    assert lead.tokens == pytest.approx(1 / 0.02 - 1 / (PACE_SHARE * 0.05))
-    lead.pass_time(100.0, step_s=0.02, target_s=0.05)
-    assert lead.tokens == LONGEST_LEAD_TOKENS
-    lead.pass_time(100.0, step_s=0.2, target_s=0.05)
-    assert lead.tokens == -LONGEST_LAG_TOKENS
+    for tokens, each_s, sequences in spans:
+        before = lead.tokens
+        lead.record(tokens, tokens * each_s, sequences=sequences, target_s=0.05)
+        assert -LONGEST_LAG_TOKENS <= lead.tokens <= LONGEST_LEAD_TOKENS
+        assert lead.tokens >= before if each_s <= PACE_S else lead.tokens <= before

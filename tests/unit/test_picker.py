@@ -7,20 +7,25 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ext_proc.decision import Decision, DropReason, Placed, Refused
-from ext_proc.ledger import Ledger, Outcome
+from ext_proc.decision import DropReason, Refused
+from ext_proc.ledger import Ledger
 from ext_proc.picker import Busy, Picker, Readiness
+from ext_proc.policies.least_request import LeastRequest
 from ext_proc.policy import PickView
+from ext_proc.reservation import Outcome
 from ext_proc.vocabulary import Pick, PickReason, Rank, RequestFacts, Subset
 from tests.builders import (
     DOWN_AFTER_FAILURES,
     balancer,
     group,
     picker,
+    placed,
     pool,
     rank,
     report,
@@ -32,11 +37,6 @@ def must_pick(ledger: Ledger, facts: RequestFacts | None = None, *, pick_list_le
     pick = picker(ledger, pick_list_length=pick_list_length).pick(facts or request(), 0.0)
     assert isinstance(pick, Pick)
     return pick
-
-
-def placed(decision: Decision) -> Placed:
-    assert isinstance(decision, Placed)
-    return decision
 
 
 def test_the_rank_with_the_fewest_requests_is_picked() -> None:
@@ -215,3 +215,35 @@ def test_a_pick_names_the_cheapest_then_the_cheapest_elsewhere_then_the_rest_in_
     named = [cost_of[one] for one in others]
     assert named == sorted(named)
     assert not (named and left) or named[-1] <= left[0]
+
+
+class Failing(LeastRequest):
+    """A policy that gives `answer`, or raises it."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def costs(self, view: PickView) -> Sequence[float]:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("explain", [False, True])
+@pytest.mark.parametrize(
+    "answer",
+    [ValueError("no"), [], [1.0], [1.0] * 4, [math.nan] * 3, [1.0, math.nan, 2.0], ["a"] * 3, None, 7],
+)
+def test_a_policy_that_fails_leaves_requests_to_the_rank_with_the_fewest(answer: Any, explain: bool) -> None:
+    ledger = pool(group("g0", 3))
+    for index in (0, 2):
+        ledger.reserve(rank(index), request(), 0.0)
+    told: list[Exception] = []
+    failing = Picker(
+        ledger, Failing(answer), pick_list_length=2, rng=random.Random(0), on_policy_failure=told.append
+    )
+    pick = failing.pick(request(), 0.0, explain=explain)
+    assert isinstance(pick, Pick)
+    assert (pick.first, pick.reason) == (rank(1), PickReason.POLICY_FAILED)
+    assert len(told) == 1
+    assert [one.cost for one in failing.costs(request(), 0.0)] == [1.0, 0.0, 1.0]

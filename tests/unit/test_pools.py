@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from ext_proc.decision import DropReason, Placed, Refused
 from ext_proc.ledger import Ledger
-from ext_proc.settings import AdmissionSettings, Targets
 from ext_proc.vocabulary import Pick, PickReason, RankState
-from ext_proc.waiting_room import Held
 from tests.builders import (
     DOWN_AFTER_FAILURES,
-    admission,
     balancer,
-    counters,
     group,
     picker,
     pool,
@@ -85,27 +81,3 @@ def test_what_others_do_in_one_pool_says_nothing_of_another() -> None:
         ledger.record_report(rank(index, group="b"), report(0.0, running=50))
     large = ledger.pools.of("large").accounts
     assert ledger.foreign_requests(large, 1.0) == [0.0, 0.0, 0.0]
-
-
-def test_a_phase_is_not_for_requests_of_another_pool() -> None:
-    """One prompt is not worth a phase of group a at once; four would be, but three of them are held for b."""
-    tight = Targets(ttft_s=2.0, tpot_s=0.05)
-    ledger = pool(
-        [*group("a", 4), rank(0, group="b")],
-        targets=tight,
-        models={"a": ["large"], "b": ["small"]},
-    )
-    ledger.reserve(rank(0, group="a"), request(model="large"), 0.9)
-    ledger.record_report(rank(0, group="a"), report(1.0, running=1, counters=counters(first_tokens=1)))
-    ledger.groups[0].lead.tokens = 0.0
-    decider = admission(ledger, AdmissionSettings(targets=tight))
-    decider.decide(request(model="small", prompt_tokens=80_000), 1.0)
-    for _ in range(3):
-        assert isinstance(decider.decide(request(model="small", prompt_tokens=2000), 1.0), Held)
-    held = decider.decide(request(model="large", prompt_tokens=2000), 1.0)
-    decider.advance(1.05)
-    assert isinstance(held, Held)
-    assert held.decision is None
-    decider.advance(1.11)
-    assert isinstance(held.decision, Placed)
-    assert held.decision.pick.first.group == "a"

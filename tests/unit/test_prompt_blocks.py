@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ext_proc.facts import BLOCK_TOKENS, read_facts
-from ext_proc.prompt_blocks import BYTES_PER_TOKEN, MAX_BLOCKS, block_hashes
+from ext_proc.prompt_blocks import BYTES_PER_TOKEN, MAX_BLOCKS, MAX_PARTS, block_hashes, canonical_prompt
 
 BLOCK_BYTES = BLOCK_TOKENS * BYTES_PER_TOKEN
 SYSTEM = {"role": "system", "content": "You are terse. " * 60}
@@ -81,6 +81,25 @@ def test_images_count_by_what_they_refer_to() -> None:
 
     assert with_image("http://a/1.png") == with_image("http://a/1.png")
     assert common(with_image("http://a/1.png"), with_image("http://a/2.png")) == 0
+
+
+def test_how_a_prompt_is_nested_makes_no_difference() -> None:
+    text = ["one " * 100, "two " * 100, "three " * 100]
+    flat = blocks_of("/v1/completions", prompt=text)
+    assert blocks_of("/v1/completions", prompt=[[text[0], [[text[1]]]], [[text[2]]]]) == flat
+
+
+def test_of_a_prompt_in_countless_parts_the_first_ones_are_looked_at() -> None:
+    most = blocks_of("/v1/completions", prompt=["text"] * MAX_PARTS)
+    assert len(most) > 0
+    assert blocks_of("/v1/completions", prompt=["text"] * 2 * MAX_PARTS) == most
+
+
+def test_no_more_of_a_prompt_is_put_together_than_is_hashed() -> None:
+    parts = ["x" * 100, "é" * 100, list(range(100)), [{"role": "user", "content": "y" * 100}]]
+    whole = canonical_prompt(b"tools", parts, 10_000)
+    for most in range(len(whole) + 1):
+        assert canonical_prompt(b"tools", parts, most) == whole[:most]
 
 
 def test_an_endless_prompt_is_hashed_up_to_a_bound() -> None:

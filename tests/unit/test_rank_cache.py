@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from ext_proc.cache_events import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
-from ext_proc.ledger import Ledger, Outcome
+from ext_proc.ledger import Ledger
 from ext_proc.prompt_tokens import PromptTokens
+from ext_proc.reservation import Outcome
 from ext_proc.vocabulary import RankReport, RequestFacts
 from tests.builders import BLOCK_TOKENS, counters, pool, rank, report, request
 
@@ -94,8 +95,29 @@ def test_prompts_that_a_rank_knows_by_other_tokens_are_noticed() -> None:
         ledger.reserve(rank(0), with_tokens(PROMPT), float(number))
         tell(ledger, AllBlocksCleared(), stored(told))
         ledger.record_report(rank(0), reported(number + 0.5, first_tokens=number))
+        ledger.record_report(rank(0), reported(number + 0.6, first_tokens=number))
     cache = ledger.accounts[0].cache
     assert (cache.prompts_found, cache.prompts_missing) == (1, 1)
+
+
+def test_events_may_come_a_little_after_the_report_of_the_first_token() -> None:
+    ledger = exact_pool()
+    ledger.reserve(rank(0), with_tokens(PROMPT), 1.0)
+    ledger.record_report(rank(0), reported(1.5, first_tokens=1))
+    tell(ledger, stored(PROMPT))
+    ledger.record_report(rank(0), reported(1.6, first_tokens=1))
+    cache = ledger.accounts[0].cache
+    assert (cache.prompts_found, cache.prompts_missing) == (1, 0)
+
+
+def test_of_a_cache_that_was_cleared_meanwhile_nothing_is_missing() -> None:
+    ledger = exact_pool()
+    ledger.reserve(rank(0), with_tokens(PROMPT), 1.0)
+    ledger.record_report(rank(0), reported(1.5, first_tokens=1))
+    tell(ledger, AllBlocksCleared())
+    ledger.record_report(rank(0), reported(1.6, first_tokens=1))
+    cache = ledger.accounts[0].cache
+    assert (cache.prompts_found, cache.prompts_missing) == (0, 0)
 
 
 def test_a_prompt_that_was_given_up_does_not_count() -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ext_proc.admission import Admission
 from ext_proc.decision import Placed
-from ext_proc.ledger import Ledger, Outcome
+from ext_proc.ledger import Ledger
+from ext_proc.reservation import Outcome
 from ext_proc.sessions import Sessions
 from ext_proc.settings import AdmissionSettings, Affinity
 from ext_proc.vocabulary import Pick, PickReason, Rank, RequestFacts
