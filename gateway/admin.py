@@ -1,6 +1,7 @@
 """The admin HTTP API of the gateway: `/status`, `/metrics`, `/livez`, `/readyz`, and what others add.
 
-Reads the ledger, changes nothing. Bound to loopback unless the configuration says otherwise.
+Reads the ledger, changes nothing. Bound to loopback unless the configuration says otherwise; what changes
+something can ask for a secret (`admin_token`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 from aiohttp import hdrs, web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from ext_proc.admission import Admission
@@ -27,8 +28,9 @@ def admin_app(
     telemetry: Telemetry,
     is_ready: Callable[[], bool],
     further_routes: Sequence[web.RouteDef],
+    guards: Sequence[Middleware] = (),
 ) -> web.Application:
-    """The admin API as an aiohttp application."""
+    """The admin API as an aiohttp application; `guards` see a request first."""
 
     async def get_status(_request: web.Request) -> web.Response:
         body = msgspec.json.encode(status(config, ledger, admission, time.monotonic()))
@@ -60,7 +62,7 @@ def admin_app(
             )
         return await handler(request)
 
-    app = web.Application(client_max_size=64 * 1024, middlewares=[tell_routes])
+    app = web.Application(client_max_size=64 * 1024, middlewares=[*guards, tell_routes])
     app.add_routes(
         [
             web.get("/status", get_status),

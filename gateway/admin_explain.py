@@ -22,6 +22,7 @@ from ext_proc.ledger import Ledger
 from ext_proc.picker import Busy
 from ext_proc.request_head import HeadNames, RequestHead, head_of_values
 from ext_proc.vocabulary import CallKind, Pick, RequestFacts
+from vllm_ranks.reports.asking import TooLong, read_at_most
 
 DEFAULT_PATH = "/v1/chat/completions"
 
@@ -91,7 +92,11 @@ def explain_routes(
     """The route `/explain`."""
 
     async def post_explain(request: web.Request) -> web.Response:
-        body = await _read(request, max_body_bytes)
+        try:
+            body = await read_at_most(request.content, max_body_bytes)
+        except TooLong:
+            length = request.content_length or max_body_bytes + 1  # a chunked one may be longer
+            raise web.HTTPRequestEntityTooLarge(max_size=max_body_bytes, actual_size=length) from None
         headers = {name.lower(): value for name, value in request.headers.items()}
         path = request.query.get("path", DEFAULT_PATH)
         head, fields = head_of_values(headers, names), parse(body)
@@ -101,13 +106,3 @@ def explain_routes(
         return web.Response(body=msgspec.json.encode(explained), content_type="application/json")
 
     return [web.post("/explain", post_explain)]
-
-
-async def _read(request: web.Request, max_bytes: int) -> bytes:
-    """The body; the limit of the rest of the API would be too small for prompts."""
-    body = bytearray()
-    async for chunk in request.content.iter_any():
-        body += chunk
-        if len(body) > max_bytes:
-            raise web.HTTPRequestEntityTooLarge(max_size=max_bytes, actual_size=len(body))
-    return bytes(body)

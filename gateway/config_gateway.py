@@ -77,6 +77,9 @@ class AdmissionSection(Section):
 
     phases: bool = True
     """Let lock-step groups prefill together where single prefills would break the TPOT target."""
+    phases_from_requests_per_rank: Annotated[float, Field(ge=0, le=10_000)] = 2.5
+    """With fewer decoding on average nothing waits for a phase: TTFT goes before the TPOT of so few. 0 lets
+    prompts wait however few decode."""
     max_hold_s: Annotated[float, Field(gt=0, le=600)] = 10.0
     """No request waits in the gateway longer than this."""
     backlog_ms: Annotated[float, Field(gt=0, le=60_000)] = 250.0
@@ -113,6 +116,9 @@ class GatewaySection(Section):
 
     admin_host: IpAddress = LOOPBACK
     admin_port: Port = 9090
+    admin_token_file: Path | None = None
+    """File with a secret that whoever changes something through the admin API must show, supervisors too.
+    Without it nobody is asked: keep admin_host on loopback, or guard it."""
     ext_proc_listen: ListenAddress = f"{LOOPBACK}:9002"
     """Where Envoy reaches the ext_proc service: `ip:port` or `unix:/path`."""
     ext_proc_tls: ExtProcTls | None = None

@@ -7,12 +7,18 @@ gateway that does not answer must not keep a group from being restarted.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import aiohttp
 import msgspec
+
+from gateway.admin_token import headers_with
+from vllm_ranks.reports.asking import TooLong, read_at_most
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 ANSWER_TIMEOUT_S = 1.0
@@ -41,10 +47,15 @@ class GroupState(msgspec.Struct, frozen=True):
 class GatewayGroups:
     """The groups of one gateway, as one holder of them sees and keeps them."""
 
-    def __init__(self, admin_url: str, holder: str) -> None:
-        """`holder` names this supervisor among others that keep groups out of rotation."""
+    def __init__(self, admin_url: str, holder: str, token: str | None = None) -> None:
+        """`holder` names this supervisor among others that keep groups out of rotation.
+
+        `token`: the secret that the gateway asks for, if it does.
+        """
         self._admin_url = admin_url
         self._holder = holder
+        self._headers = headers_with(token)
+        self._refusal: int | None = None
         self._kept_out: dict[str, str] = {}
         self._states: Mapping[str, GroupState] = {}
         self._asked_at_s = float("-inf")
@@ -111,20 +122,34 @@ class GatewayGroups:
         body = {"in_rotation": reason is None, "reason": reason or "", "by": self._holder}
         if self._session is None:
             return False
+        url = f"{self._admin_url}/groups/{group}/rotation"
         try:
-            async with self._session.put(f"{self._admin_url}/groups/{group}/rotation", json=body) as answer:
+            async with self._session.put(
+                url, json=body, headers=self._headers, allow_redirects=False
+            ) as answer:
+                self._note_refusal(None if answer.status == 200 else answer.status)
                 return answer.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+    def _note_refusal(self, status: int | None) -> None:
+        if status is not None and status != self._refusal:
+            log.warning(
+                "the gateway at %s answers %d to what it is told about groups%s",
+                self._admin_url,
+                status,
+                ": gateway.admin_token_file must be the same here and there" if status == 401 else "",
+            )
+        self._refusal = status
 
     async def _ask(self) -> None:
         if self._session is None:
             return
         try:
             async with self._session.get(f"{self._admin_url}/groups") as answer:
-                text = await answer.content.read(MAX_ANSWER_BYTES)
+                text = await read_at_most(answer.content, MAX_ANSWER_BYTES)
             states = msgspec.json.decode(text, type=list[GroupState])
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+        except (aiohttp.ClientError, TimeoutError, TooLong, msgspec.DecodeError):
             return
         self._states = {state.name: state for state in states}
         self._asked_at_s = time.monotonic()

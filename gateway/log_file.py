@@ -10,6 +10,8 @@ from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
+from gateway import private_file
+
 MAX_FILE_BYTES = 8 << 20
 TAIL_LINES = 20
 MAX_LINE_CHARS = 500
@@ -43,9 +45,10 @@ class LogFile:
 
     def _open(self) -> BinaryIO:
         if self.path.is_file():  # never rename what is no ordinary file, such as a device
+            self.path.chmod(private_file.FILE_MODE)
             self.path.replace(self.path.with_name(f"{self.path.name}.1"))
         self._written_bytes = 0
-        return self.path.open("wb", buffering=0)
+        return private_file.open_new(self.path)
 
     def write(self, data: bytes) -> None:
         """Append output as it comes; lines may be cut anywhere.

@@ -1,6 +1,7 @@
 """The folder of one running deployment: its logs and the configurations its processes were started with.
 
-Must never be shared by two deployments at a time.
+Must never be shared by two deployments at a time, nor show other users what is in its files. The rights of a
+folder that was there before are left to whoever made it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from gateway import private_file
 
 DEFAULT_RUN_FOLDER = Path(".wavegate")
 
@@ -28,11 +31,11 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """The configuration that the processes are started with."""
-        self.config_path.write_text(text)
+        private_file.write(self.config_path, text)
 
     def write_envoy_config(self, text: str) -> None:
         """Envoy's configuration."""
-        self.envoy_config_path.write_text(text)
+        private_file.write(self.envoy_config_path, text)
 
     def log_path(self, process: str) -> Path:
         """The log of a process: `rank g0/1` writes to `logs/rank-g0-1.log`."""
@@ -43,8 +46,9 @@ class RunFolder:
 def locked_run_folder(path: Path) -> Iterator[RunFolder]:
     """Create the folder if need be and hold it as long as the block lasts. Raises RunFolderError."""
     try:
-        (path / "logs").mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        path.mkdir(private_file.FOLDER_MODE, parents=True, exist_ok=True)
+        (path / "logs").mkdir(private_file.FOLDER_MODE, exist_ok=True)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, private_file.FILE_MODE)
     except OSError as error:
         raise RunFolderError(
             f"cannot use {path} for logs: {error.strerror}; choose another with --run-dir"

@@ -10,6 +10,8 @@ import os
 import aiohttp
 import msgspec
 
+from vllm_ranks.reports.asking import TooLong, read_at_most
+
 ANSWER_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 16 << 20
 
@@ -110,11 +112,13 @@ async def read_status(session: aiohttp.ClientSession, admin_url: str) -> bytes:
     try:
         async with session.get(f"{admin_url}/status") as answer:
             answer.raise_for_status()
-            return await answer.content.read(MAX_ANSWER_BYTES)
+            return await read_at_most(answer.content, MAX_ANSWER_BYTES)
     except aiohttp.ClientResponseError as error:
         raise StatusError(
             f"{admin_url}/status answers {error.status}: is that the gateway's admin API?"
         ) from None
+    except TooLong as error:
+        raise StatusError(f"{admin_url}/status is {error}: is that the gateway's admin API?") from None
     except (aiohttp.ClientError, TimeoutError) as error:
         raise StatusError(
             f"no gateway at {admin_url} ({_reason(error)}): is `wavegate up` running, and is this its admin "

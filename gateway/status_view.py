@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ext_proc.advice import Load, best_budget_tokens, decode_step_s
+from ext_proc.advice import Load, best_budget_tokens
 from ext_proc.settings import Targets
 from ext_proc.step_times import StepCosts
 from gateway.rank_table import rank_table
@@ -94,8 +94,9 @@ def _budgets(status: Status) -> Iterator[str]:
                 f"{group.budget_tokens} would keep it at this load; `wavegate tune` tells more."
             )
         else:
+            decode_step_s = costs.decode_step_s(load.decoding_sequences, load.kv_tokens)
             yield (
-                f"{group.name}: at this load steps take {decode_step_s(costs, load) * 1e3:.0f} ms even "
+                f"{group.name}: at this load steps take {decode_step_s * 1e3:.0f} ms even "
                 f"without prefill, the TPOT target is {status.targets.tpot_ms:.0f} ms: no token budget can "
                 "keep it. Fewer requests per rank would."
             )

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,13 @@ def vllm(plan: ProcessPlan) -> ProcessPlan:
     return replace(plan, is_vllm=True)
 
 
+async def kill_whenever_up(scene: Scene, victim: str) -> None:
+    """SIGKILL this process of group g each time that the group has started."""
+    for times_up in count(1):
+        await scene.told_of("group g is up", times_up)
+        os.kill(scene.journal.pids(victim)[-1], signal.SIGKILL)
+
+
 async def nothing() -> None:
     """No work."""
 
@@ -220,11 +228,11 @@ async def test_without_a_gateway_a_group_is_restarted_all_the_same(scene: Scene)
 
 
 async def test_a_crash_loop_ends_with_the_last_words_of_the_rank_that_failed_first(scene: Scene) -> None:
-    crashing = group(process("a", scene.journal), process("b", scene.journal, dies_once_warm=1))
+    crashing = group(process("a", scene.journal), process("b", scene.journal))
     with pytest.raises(UnitFailed) as failure:
-        await scene.supervise(crashing, work=forever)
+        await scene.supervise(crashing, work=lambda: kill_whenever_up(scene, "b"))
     message, *words = str(failure.value).splitlines()
-    assert message.startswith("group g failed 3 times in a row and is given up; at last: b ended with exit ")
+    assert message.startswith("group g failed 3 times in a row and is given up; at last: b ended with ")
     assert words == ["  | b says hello"]
     waits = [line.rpartition(" in ")[2] for line in scene.told.splitlines() if line.startswith("restarting")]
     assert waits == ["0.1 s", "0.2 s"]
@@ -233,12 +241,14 @@ async def test_a_crash_loop_ends_with_the_last_words_of_the_rank_that_failed_fir
 
 
 async def test_while_another_group_serves_one_that_is_given_up_stays_out(scene: Scene) -> None:
-    async def watch() -> None:
+    async def fail_for_good() -> None:
+        killing = asyncio.create_task(kill_whenever_up(scene, "a"))
         await scene.told_of("group g failed 3 times in a row and is given up")
+        killing.cancel()
         await asyncio.sleep(0.5)
 
     good = group(process("b", scene.journal), name="h")
-    await scene.supervise(group(process("a", scene.journal, dies_once_warm=1)), good, work=watch)
+    await scene.supervise(group(process("a", scene.journal)), good, work=fail_for_good)
     assert scene.journal.entries("stopped") == ["b"]
     assert scene.gateway.orders[-1] == ("g", False, "supervisor")
 
