@@ -31,7 +31,8 @@ class SupervisionSection(Section):
     """Pause between two health checks of a rank by the gateway."""
     health_timeout_s: Seconds = 2.0
     hang_after_s: Seconds = 2.0
-    """A rank that has requests and makes no progress for so long takes its group out of rotation."""
+    """A rank that runs requests and makes no progress for so long takes its group out of rotation, and so
+    does one that has not begun with a request and does not answer another for so long."""
     restart_hung_after_s: Seconds = 30.0
     """A hang this long ends in a restart of the group; a shorter one may pass. Not shorter than
     hang_after_s."""

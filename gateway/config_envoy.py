@@ -88,6 +88,9 @@ class EnvoySection(Section):
     max_concurrent_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 65_536
     """Circuit breaker of the cluster of ranks and of the ext_proc cluster; also the most connections of
     clients, of which HTTP/1.1 needs one per request."""
+    max_heap_bytes: Annotated[int, Field(ge=64 << 20, le=1 << 40)] = 2 << 30
+    """Memory of Envoy, at least twice max_body_bytes. When it is used up, new requests are answered 503, and
+    bodies that are arriving are cut off. A request takes about 75 KiB, and up to 1.3 times its body."""
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     """Retries on another rank, only before the first byte of an answer."""
     connect_timeout_s: Seconds = 1.0
@@ -103,3 +106,12 @@ class EnvoySection(Section):
     """Only with gateway.ext_proc_tls; by default Envoy trusts the gateway's certificate itself."""
     access_log: str = "/dev/stdout"
     """File of the access log; /dev/stdout for a terminal or container."""
+
+    @model_validator(mode="after")
+    def _heap_holds_a_body(self) -> EnvoySection:
+        if self.max_heap_bytes < 2 * self.max_body_bytes:
+            raise ValueError(
+                f"max_heap_bytes: {self.max_heap_bytes} is less than twice max_body_bytes "
+                f"({self.max_body_bytes}): such bodies could not pass; raise it, or lower max_body_bytes"
+            )
+        return self

@@ -9,6 +9,7 @@ from __future__ import annotations
 import yaml
 
 from gateway import envoy_admin
+from gateway.admin_token import AdminTokenError, read_token
 from gateway.config import Config, group_listeners
 from gateway.config_groups import EmbeddedGroup, VllmGroup
 from gateway.config_types import Listener, endpoint
@@ -32,12 +33,13 @@ async def run_deployment(config: Config, folder: RunFolder, progress: Progress, 
     """Start what the configuration asks for, do `work` while it is kept running, drain and stop it.
 
     Raises:
-        StartFailed: a port is taken, Envoy is missing, a process did not start, or every group was given up.
+        StartFailed: a port is taken, Envoy or the admin API's secret is missing, a process did not start, or
+            every group was given up.
     """
     if problems := port_problems(config.listeners()):
         raise StartFailed("\n".join(problems))
-    groups = GatewayGroups(gateway_url(config), holder="supervisor")
     try:
+        groups = _gateway_groups(config, gateway_url(config), "supervisor")
         planned = plan(config, folder, locate(config.envoy.binary))
         folder.write_config(yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False))
         folder.write_envoy_config(to_yaml(render(config)))
@@ -51,7 +53,7 @@ async def run_deployment(config: Config, folder: RunFolder, progress: Progress, 
         )
         async with groups.talking():
             await supervisor.run(work)
-    except (EnvoyError, UnitFailed) as error:
+    except (EnvoyError, UnitFailed, AdminTokenError) as error:
         raise StartFailed(str(error)) from None
 
 
@@ -69,14 +71,18 @@ async def run_ranks(
         work: cancelled by a signal.
 
     Raises:
-        StartFailed: a port is taken, a process did not start, or every group was given up.
+        StartFailed: a port is taken, the admin API's secret is missing, a process did not start, or every
+            group was given up.
     """
     units = rank_units(config, node)
     if not units:
         raise StartFailed("the configuration has no ranks for this machine")
     if problems := port_problems(rank_listeners(config, node)):
         raise StartFailed("\n".join(problems))
-    groups = GatewayGroups(gateway, holder="ranks" if node is None else f"ranks on node {node}")
+    try:
+        groups = _gateway_groups(config, gateway, "ranks" if node is None else f"ranks on node {node}")
+    except AdminTokenError as error:
+        raise StartFailed(str(error)) from None
     names = [unit.group.name for unit in units if unit.group is not None]
     supervisor = Supervisor(
         units,
@@ -107,6 +113,10 @@ def rank_listeners(config: Config, node: int | None) -> list[Listener]:
 def gateway_url(config: Config) -> str:
     """Where the gateway's admin API is, seen from its own machine."""
     return f"http://{endpoint(reachable(config.gateway.admin_host), config.gateway.admin_port)}"
+
+
+def _gateway_groups(config: Config, admin_url: str, holder: str) -> GatewayGroups:
+    return GatewayGroups(admin_url, holder, read_token(config.gateway.admin_token_file))
 
 
 def _group_keepers(config: Config, groups: GatewayGroups, progress: Progress) -> MakeGroupKeeper:

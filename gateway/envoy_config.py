@@ -12,10 +12,9 @@ import yaml
 from gateway.config import Config
 from gateway.envoy_gateways import ext_proc_cluster
 from gateway.envoy_listener import openai_listener
+from gateway.envoy_overload import overload_manager
 from gateway.envoy_ranks import ranks_cluster
-from gateway.envoy_types import Json, ip_address, typed
-
-MAX_CONNECTIONS_MONITOR = "envoy.resource_monitors.global_downstream_max_connections"
+from gateway.envoy_types import Json, ip_address
 
 
 def render(config: Config) -> dict[str, Json]:
@@ -28,18 +27,7 @@ def render(config: Config) -> dict[str, Json]:
             "listeners": [openai_listener(envoy, config.gateway.head_names)],
             "clusters": [ranks_cluster(config), ext_proc_cluster(config)],
         },
-        # Connections of clients are the one thing the circuit breakers do not bound.
-        "overload_manager": {
-            "resource_monitors": [
-                {
-                    "name": MAX_CONNECTIONS_MONITOR,
-                    "typed_config": typed(
-                        "envoy.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
-                        max_active_downstream_connections=envoy.max_concurrent_requests,
-                    ),
-                }
-            ]
-        },
+        "overload_manager": overload_manager(envoy),
     }
 
 

@@ -9,6 +9,7 @@ from ext_proc.protocol_names import DECISION_NAMESPACE, LB_NAMESPACE, STREAM_END
 from ext_proc.request_head import HeadNames, request_attributes
 from gateway.config_envoy import EnvoySection
 from gateway.envoy_gateways import EXT_PROC_CLUSTER
+from gateway.envoy_logs import upstream_logs
 from gateway.envoy_modes import MODES, ModeTraits
 from gateway.envoy_types import Json, duration, typed
 
@@ -87,5 +88,10 @@ def _buffer_filter(envoy: EnvoySection) -> dict[str, Json]:
 def _router_filter() -> dict[str, Json]:
     return {
         "name": f"{_FILTERS}.router",
-        "typed_config": typed(f"{_TYPES}.router.v3.Router", suppress_envoy_headers=True),
+        "typed_config": typed(f"{_TYPES}.router.v3.Router", **router_settings()),
     }
+
+
+def router_settings() -> dict[str, Json]:
+    """Fields of the router filter."""
+    return {"suppress_envoy_headers": True, **upstream_logs()}

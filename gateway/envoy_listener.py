@@ -18,6 +18,10 @@ CONNECTION_BUFFER_BYTES = 1 << 20
 """What Envoy holds for one connection before it slows the sender down. Request bodies have a limit of their
 own, so that a slow reader of a stream does not cost as much memory as the largest prompt."""
 
+MAX_STREAMS_PER_CONNECTION = 1_024
+"""Requests at once on one HTTP/2 connection; clients open another for more. Envoy 1.40's own default, which
+was none before."""
+
 REQUEST_TIMEOUT_S = 300.0
 """How long a client may take to send a whole request: bounds the bodies that are held for slow senders."""
 
@@ -69,10 +73,18 @@ def _connection_manager(envoy: EnvoySection, names: HeadNames) -> dict[str, Json
         codec_type="AUTO",
         **connection_manager_settings(envoy),
         route_config={
-            "virtual_hosts": [{"name": "ranks", "domains": ["*"], "routes": [route(envoy)]}],
+            "virtual_hosts": [
+                {"name": "ranks", "domains": ["*"], **virtual_host_settings(), "routes": [route(envoy)]}
+            ],
         },
         http_filters=http_filters(envoy, names),
     )
+
+
+def virtual_host_settings() -> dict[str, Json]:
+    """Fields of the virtual host."""
+    # Ranks get the number too, and no longer what a client may have written there.
+    return {"include_request_attempt_count": True}
 
 
 def connection_manager_settings(envoy: EnvoySection) -> dict[str, Json]:
@@ -86,6 +98,7 @@ def connection_manager_settings(envoy: EnvoySection) -> dict[str, Json]:
         # A stream may be silent for as long as a prompt takes to prefill; the default ends it after 5 min.
         "stream_idle_timeout": "0s",
         "request_timeout": duration(REQUEST_TIMEOUT_S),
+        "http2_protocol_options": {"max_concurrent_streams": MAX_STREAMS_PER_CONNECTION},
         "local_reply_config": local_replies(envoy),
         "access_log": access_logs(envoy),
     }

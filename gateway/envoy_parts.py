@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from gateway.config import Config
-from gateway.envoy_filters import filters_before_the_router
+from gateway.envoy_filters import filters_before_the_router, router_settings
 from gateway.envoy_gateways import ext_proc_cluster
-from gateway.envoy_listener import connection_manager_settings, listener_settings
+from gateway.envoy_listener import connection_manager_settings, listener_settings, virtual_host_settings
 from gateway.envoy_ranks import ranks_cluster
 from gateway.envoy_route import route
 from gateway.envoy_types import Json
@@ -26,6 +26,8 @@ class Part(StrEnum):
     ROUTE = "route"
     CONNECTION_MANAGER = "connection-manager"
     LISTENER = "listener"
+    ROUTER = "router"
+    VIRTUAL_HOST = "virtual-host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ _PIECES: Mapping[Part, _Piece] = {
         lambda config: connection_manager_settings(config.envoy),
     ),
     Part.LISTENER: _Piece("fields of the listener", lambda config: listener_settings(config.envoy)),
+    Part.ROUTER: _Piece("fields of the router filter's typed_config", lambda _config: router_settings()),
+    Part.VIRTUAL_HOST: _Piece("fields of the virtual host", lambda _config: virtual_host_settings()),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 
 from aiohttp import web
 
@@ -17,15 +18,16 @@ from ext_proc.ledger import Ledger
 from ext_proc.protocol import ProtocolSettings
 from ext_proc.service import ExtProcServer, ServerSettings, TlsFiles
 from ext_proc.vocabulary import Rank, RankReport
+from gateway.access_entries import access_entries_handler
 from gateway.admin import admin_app
 from gateway.admin_explain import explain_routes
 from gateway.admin_groups import group_routes
+from gateway.admin_token import asks_for, read_token
 from gateway.config import Config, SupervisionSection
 from gateway.config_gateway import GatewaySection
 from gateway.config_types import endpoint
 from gateway.decision import LiveAdmission, build_admission, build_ledger
 from gateway.decision_log import DecisionLog
-from gateway.failed_answers import failed_answers_handler
 from gateway.group_monitor import GroupMonitor, MonitoredGroup, MonitorSettings
 from gateway.prompt_tokenizer import tokenise_of
 from gateway.rotation import Rotation
@@ -37,12 +39,9 @@ log = logging.getLogger(__name__)
 
 
 class _LedgerFeed:
-    """Passes what the scraper hears to the ledger, the monitor, the metrics and those who wait for news."""
+    """Passes what the scraper hears to the ledger, the monitor and the metrics."""
 
-    def __init__(
-        self, decider: LiveAdmission, ledger: Ledger, monitor: GroupMonitor, telemetry: Telemetry
-    ) -> None:
-        self._decider = decider
+    def __init__(self, ledger: Ledger, monitor: GroupMonitor, telemetry: Telemetry) -> None:
         self._monitor = monitor
         self._ledger = ledger
         self._telemetry = telemetry
@@ -51,7 +50,6 @@ class _LedgerFeed:
         self._ledger.record_report(rank, report)
         self._monitor.on_report(rank, report)
         self._telemetry.on_scrape(rank, succeeded=True)
-        self._decider.advance()
 
     def on_failed_scrape(self, rank: Rank, _cause: str, *, refused: bool) -> None:
         self._ledger.record_failed_scrape(rank)
@@ -73,6 +71,20 @@ class _CacheFeed:
         self._ledger.record_cache_events(rank, events)
 
 
+class _EnvoyFeed:
+    """Passes on what Envoy says of single requests."""
+
+    def __init__(self, ledger: Ledger, monitor: GroupMonitor) -> None:
+        self._ledger = ledger
+        self._monitor = monitor
+
+    def on_failed_answer(self, endpoint: str, status: int) -> None:
+        self._monitor.on_failed_answer(endpoint, status)
+
+    def on_retry(self, request_id: str, endpoint: str) -> None:
+        self._ledger.note_retry(request_id, endpoint, time.monotonic())
+
+
 class GatewayServer:
     """One gateway, from start to stop, in whatever event loop runs it."""
 
@@ -81,9 +93,11 @@ class GatewayServer:
 
         Raises:
             TokenizerError: a group's tokenizer cannot be used.
+            AdminTokenError: the admin API's secret cannot be read.
         """
         settings = config.gateway
         self._config = config
+        self._guards = asks_for(read_token(settings.admin_token_file))
         self._tokenise = tokenise_of(config)
         self.ledger = build_ledger(config)
         self._admission = build_admission(config, self.ledger)
@@ -97,21 +111,17 @@ class GatewayServer:
         )
         decider.wake = self._ext_proc.wake
 
-        def on_rotation(group: str, is_in: bool) -> None:
-            self.ledger.set_rotation(group, is_in)
-            decider.advance()
-
-        self._rotation = Rotation((group.name for group in config.groups), on_rotation)
+        self._rotation = Rotation((group.name for group in config.groups), self.ledger.set_rotation)
         self._monitor = GroupMonitor(
             (MonitoredGroup(group.name, group.model, group.ranks()) for group in config.groups),
             self.ledger,
             self._rotation,
             _monitor_settings(config.supervision),
         )
-        self._ext_proc.serve_also(failed_answers_handler(self._monitor.on_failed_answer))
+        self._ext_proc.serve_also(access_entries_handler(_EnvoyFeed(self.ledger, self._monitor)))
         self._scraper = Scraper(
             config.ranks(),
-            _LedgerFeed(decider, self.ledger, self._monitor, self._telemetry),
+            _LedgerFeed(self.ledger, self._monitor, self._telemetry),
             interval_s=settings.reports.interval_s,
             jitter_ratio=settings.reports.jitter_ratio,
             timeout_s=settings.reports.timeout_s,
@@ -142,6 +152,7 @@ class GatewayServer:
                         self._tokenise,
                     ),
                 ],
+                self._guards,
             ),
             access_log=None,
         )

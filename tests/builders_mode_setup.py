@@ -18,6 +18,7 @@ from ext_proc.protocol import ProtocolSettings
 from ext_proc.service import ExtProcServer, ServerSettings
 from ext_proc.usage import Usage
 from ext_proc.vocabulary import Pick, PickReason, Rank, RequestFacts
+from gateway.access_entries import access_entries_handler
 from tests.builders import pool
 from tests.builders_envoy import RunningEnvoy, envoy_config, running_envoy
 from tests.builders_modes import Mode
@@ -51,6 +52,8 @@ class Chooser:
         self.hold_s = 0.0
         self.server: ExtProcServer | None = None
         self.facts: list[RequestFacts] = []
+        self.retries: list[str] = []
+        """Endpoints that requests were sent to after another rank had refused them."""
         self._settling: set[asyncio.Task[None]] = set()
 
     @property
@@ -67,6 +70,13 @@ class Chooser:
             settling.add_done_callback(self._settling.discard)
             return held
         return self._settled(facts, now_s)
+
+    def on_retry(self, request_id: str, endpoint: str) -> None:
+        self.retries.append(endpoint)
+        self.ledger.note_retry(request_id, endpoint, time.monotonic())
+
+    def on_failed_answer(self, endpoint: str, status: int) -> None:
+        pass
 
     def _settled(self, facts: RequestFacts, now_s: float) -> Placed | Refused:
         if self.refusal is not None:
@@ -167,6 +177,7 @@ async def mode_at_work(
         chooser.server = ExtProcServer(
             chooser, ServerSettings("127.0.0.1:0"), ProtocolSettings(**(protocol or {})), observed
         )
+        chooser.server.serve_also(access_entries_handler(chooser))
         target = NO_GATEWAY
         if with_service:
             target = f"127.0.0.1:{await chooser.server.start()}"

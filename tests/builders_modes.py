@@ -81,6 +81,11 @@ def accept_trailers(rendered: Any) -> None:
     del route(rendered)["route"]["retry_policy"]
 
 
+def leave_out_upstream_log(rendered: Any) -> None:
+    """Nothing tells of retries before the response, as with gateways that others configure."""
+    del http_filter(rendered, "router")["upstream_log"]
+
+
 def _end_with_the_request(rendered: Any) -> None:
     """No response phase, and no promise."""
     ext_proc = http_filter(rendered, "ext_proc")

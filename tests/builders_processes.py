@@ -13,7 +13,7 @@ from tests.builders_ports import free_port
 
 SERVER = textwrap.dedent(
     """
-    import http.server, os, signal, subprocess, sys, threading, time
+    import http.server, os, signal, subprocess, sys
 
     name, port, journal = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     options = dict(option.split("=") for option in sys.argv[4:])
@@ -36,8 +36,6 @@ SERVER = textwrap.dedent(
             self.rfile.read(int(self.headers["content-length"]))
             self.send_response(500 if "cold" in options else 200)
             self.end_headers()
-            if "dies_once_warm" in options:
-                threading.Timer(0.2, os._exit, (4,)).start()
 
         def log_message(self, *_):
             pass
@@ -52,8 +50,6 @@ SERVER = textwrap.dedent(
         os._exit(3)
     if "says" in options:
         print(options["says"].replace("_", " "), flush=True)
-    if "dies_after_s" in options:
-        threading.Timer(float(options["dies_after_s"]), os._exit, (4,)).start()
     http.server.ThreadingHTTPServer(("127.0.0.1", port), Answer).serve_forever()
     """
 )

@@ -27,6 +27,9 @@ TraceFile = Annotated[
 TraceFormat = Annotated[str, typer.Option("--format", help=f"Its format: {', '.join(READERS)}.")]
 Speed = Annotated[float, typer.Option(min=0.001, help="Play the trace this many times as fast.")]
 Duration = Annotated[float, typer.Option(metavar="S", min=1, help="Seconds of it to play, at that speed.")]
+Skip = Annotated[
+    float, typer.Option(metavar="S", min=0, help="Leave out so much of it first, in its own seconds.")
+]
 Groups = Annotated[int, typer.Option(min=1, help="Groups of ranks.")]
 Ranks = Annotated[int, typer.Option(min=1, help="Ranks per group.")]
 Dense = Annotated[bool, typer.Option("--dense", help="Ranks step alone: independent replicas.")]
@@ -58,12 +61,12 @@ Seed = Annotated[int, typer.Option(help="Same seed, same results.")]
 
 
 def load_trace(
-    path: Path, trace_format: str, *, speed: float, duration_s: float, seed: int
+    path: Path, trace_format: str, *, speed: float, duration_s: float, seed: int, skip_s: float = 0.0
 ) -> list[TraceRequest]:
     if trace_format not in READERS:
         fail(f"--format: {none_of(trace_format, READERS)}", status=2)
     try:
-        return load(path, trace_format, speed=speed, duration_s=duration_s, seed=seed)
+        return load(path, trace_format, speed=speed, duration_s=duration_s, skip_s=skip_s, seed=seed)
     except TraceError as error:
         fail(str(error), status=2)
 

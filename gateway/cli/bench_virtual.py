@@ -39,6 +39,7 @@ from gateway.cli.bench_options import (
     Preset,
     Ranks,
     Seed,
+    Skip,
     Slo,
     Speed,
     TraceFile,
@@ -65,6 +66,7 @@ def quality(
     trace_format: TraceFormat = "mooncake",
     speed: Speed = 1.0,
     duration: Duration = 600.0,
+    skip: Skip = 0.0,
     groups: Groups = 1,
     ranks: Ranks = 8,
     dense: Dense = False,
@@ -80,6 +82,9 @@ def quality(
         int, typer.Option(min=1, help="vLLM's own: engines admit prefills only every so many steps.")
     ] = 1,
     phases: Annotated[bool, typer.Option(help="Let the default policy hold prompts for phases.")] = True,
+    phases_from: Annotated[
+        float, typer.Option(metavar="N", min=0, help="From so many requests decoding per rank on.")
+    ] = AdmissionSettings().phases_from_requests_per_rank,
     json_path: Json = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw goodput, and a minute of two runs.")
@@ -91,7 +96,7 @@ def quality(
         fail("--plot needs matplotlib: make bench-env, or pip install 'wavegate[bench]'")
     targets = [parse_targets(text) for text in slo]
     budgets = parse_budgets(budget)
-    requests = load_trace(trace, trace_format, speed=speed, duration_s=duration, seed=seed)
+    requests = load_trace(trace, trace_format, speed=speed, duration_s=duration, skip_s=skip, seed=seed)
     deployment = Deployment(
         groups=groups,
         ranks=ranks,
@@ -101,7 +106,7 @@ def quality(
             model_preset, step_fixed_ms, prefill_us_per_token, decode_us_per_sequence, kv_ns_per_token
         ),
     )
-    admission = AdmissionSettings(phases=phases)
+    admission = AdmissionSettings(phases=phases, phases_from_requests_per_rank=phases_from)
     with progress_bar(f"{len(requests)} requests") as on_done:
         cells = run_matrix(
             requests,
@@ -174,6 +179,7 @@ def suite(
     ] = None,
     a_fifth: Annotated[bool, typer.Option(help="Also every case at a fifth of its load.")] = True,
     capacity: Annotated[bool, typer.Option(help="Also the load that each policy carries.")] = True,
+    skip: Skip = 0.0,
     json_path: Json = None,
     markdown: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the tables as Markdown there.")
@@ -188,7 +194,9 @@ def suite(
     verdicts: list[Verdict] = []
     carried: CapacityVerdict | None = None
     with staged_progress_bar() as on_done:
-        for verdict in run_suite(traces, CASES, with_a_fifth=a_fifth, seed=seed, on_done=on_done):
+        for verdict in run_suite(
+            traces, CASES, with_a_fifth=a_fifth, skip_s=skip, seed=seed, on_done=on_done
+        ):
             verdicts.append(verdict)
             console.print(_verdict(verdict))
         if capacity and mooncake is not None:

@@ -21,13 +21,14 @@ def gateway(config: ConfigPath = DEFAULT_CONFIG_PATH) -> None:
     need_free_ports(loaded, "gateway")
     import uvloop
 
+    from gateway.admin_token import AdminTokenError
     from gateway.prompt_tokenizer import TokenizerError
     from gateway.server import run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         uvloop.run(run(loaded))
-    except TokenizerError as error:
+    except (TokenizerError, AdminTokenError) as error:
         fail(f"{config}: {error}", status=2)
     except OSError as error:
         fail(str(error))

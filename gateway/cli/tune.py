@@ -15,7 +15,7 @@ from rich.table import Table
 from benchmarks.simulation import Deployment
 from benchmarks.tuning import Trial
 from benchmarks.tuning import tune as try_out
-from ext_proc.advice import BudgetEffect, Load, best_budget_tokens, decode_step_s, effect
+from ext_proc.advice import BudgetEffect, Load, best_budget_tokens, effect
 from ext_proc.settings import Targets
 from ext_proc.step_times import StepCosts
 from gateway.cli.bench_options import Duration, Seed, Speed, TraceFormat, load_trace
@@ -166,9 +166,10 @@ def _advise(subject: Subject, targets: Targets) -> None:
     costs, load, now = subject.costs, subject.load, subject.budget_tokens
     best = best_budget_tokens(costs, load, targets)
     effects = [effect(costs, load, targets, budget) for budget in _budgets(subject, targets)]
+    decode_step_s = costs.decode_step_s(load.decoding_sequences, load.kv_tokens)
     title = (
         f"{subject.name}: {load.decoding_sequences:.0f} sequences and {load.kv_tokens:,.0f} KV tokens on the "
-        f"busiest rank; steps without prefill take {decode_step_s(costs, load) * 1e3:.1f} ms"
+        f"busiest rank; steps without prefill take {decode_step_s * 1e3:.1f} ms"
     )
     console.print(_effects_table(title, effects, targets, best, now))
     if best is None:

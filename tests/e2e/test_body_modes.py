@@ -8,13 +8,20 @@ from collections.abc import AsyncIterator
 
 import httpx2
 import pytest
+from aiohttp import web
 
 from ext_proc.decision import DropReason, Refused
 from ext_proc.usage import Usage
 from gateway.envoy_modes import EnvoyMode
 from tests.builders_mode_setup import CHAT, DEAD, stream_slowly
-from tests.builders_modes import MODES, REQUEST_PHASES_ONLY, Mode, accept_trailers
-from tests.builders_parts import ok
+from tests.builders_modes import (
+    MODES,
+    REQUEST_PHASES_ONLY,
+    Mode,
+    accept_trailers,
+    leave_out_upstream_log,
+)
+from tests.builders_parts import always, ok
 from tests.e2e.conftest import StartMode
 
 in_every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
@@ -145,8 +152,34 @@ async def test_a_rank_that_refuses_is_passed_over_for_the_next_of_the_pick(
         await setup.until_reservations_are([0, 0, 0], within_s=0.5)
 
 
-async def test_the_reservation_moves_to_the_rank_that_served(start_mode: StartMode) -> None:
-    async with start_mode(MODES["endpoint_picker"], ok, stream_slowly, DEAD) as setup:
+@in_every_mode
+async def test_a_request_that_was_refused_counts_on_the_rank_that_has_it_before_it_answers(
+    start_mode: StartMode, mode: Mode
+) -> None:
+    may_answer = asyncio.Event()
+
+    async def answer_when_told(request: web.Request) -> web.StreamResponse:
+        await may_answer.wait()
+        return await ok(request)
+
+    body, no_utf_8 = b'{"model":"m","messages":[]}', {b"user-agent": b"caf\xe9"}
+    async with start_mode(mode, always(503), answer_when_told, DEAD) as setup, setup.client() as http:
+        full, good, dead = setup.chooser.choice
+        for refusing in ([full], [dead], [dead, full]):
+            setup.chooser.choice = [*refusing, good]
+            may_answer.clear()
+            asking = asyncio.create_task(http.post(CHAT, content=body, headers=no_utf_8))
+            await setup.until_reservations_are([0, 1, 0], within_s=5)
+            may_answer.set()
+            assert (await asking).headers["x-wavegate-rank"] == "g0/1"
+            await setup.until_reservations_are([0, 0, 0], within_s=0.5)
+
+
+async def test_the_reservation_moves_to_the_rank_that_served_where_only_the_response_tells(
+    start_mode: StartMode,
+) -> None:
+    tells_nothing_else = Mode(EnvoyMode.ENDPOINT_PICKER, leave_out_upstream_log)
+    async with start_mode(tells_nothing_else, ok, stream_slowly, DEAD) as setup:
         setup.chooser.choice = [setup.chooser.choice[2], setup.chooser.choice[1]]
         async with (
             setup.client() as http,
@@ -155,6 +188,24 @@ async def test_the_reservation_moves_to_the_rank_that_served(start_mode: StartMo
             await anext(answer.aiter_raw())
             assert setup.chooser.reservations == [0, 1, 0]
         await setup.until_reservations_are([0, 0, 0], within_s=0.5)
+        assert setup.chooser.retries == []
+
+
+@in_every_mode
+async def test_the_gateway_hears_of_no_request_that_the_first_rank_takes(
+    start_mode: StartMode, mode: Mode
+) -> None:
+    async with start_mode(mode, ok, DEAD) as setup:
+        good, dead = setup.chooser.choice
+        setup.chooser.choice = [good]
+        for _ in range(3):
+            await setup.post(**{"x-envoy-attempt-count": "7"})
+        setup.chooser.choice = [dead, good]
+        await setup.post()
+        async with asyncio.timeout(5):
+            while not setup.chooser.retries:
+                await asyncio.sleep(0.005)
+        assert setup.chooser.retries == [good.endpoint]
 
 
 @in_every_mode

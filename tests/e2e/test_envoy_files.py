@@ -161,6 +161,23 @@ async def test_a_rank_that_is_full_is_passed_over_for_the_next_of_the_pick(
 
 
 @of_every_file
+async def test_requests_that_a_full_rank_has_refused_count_on_the_ranks_that_have_them(
+    start_file: StartFile, name: str
+) -> None:
+    async with start_file(name) as pool, pool.client() as http:
+        pool.refusing = {0}
+        requests = [asyncio.create_task(http.post(CHAT, content=BODY)) for _ in range(20)]
+        async with asyncio.timeout(20):
+            while (reserved := await pool.reservations())[0] or sum(reserved) < len(requests):
+                await asyncio.sleep(0.01)
+        pool.may_end.set()
+        answers = await asyncio.gather(*requests)
+        served = Counter(answer.headers["x-wavegate-rank"] for answer in answers)
+        assert [served[f"g0/{index}"] for index in range(RANKS)] == reserved
+        assert {line["attempts"] for line in await pool.envoy.access_log(20)} >= {1, 2}
+
+
+@of_every_file
 async def test_a_request_is_held_for_more_than_a_second_until_a_rank_has_room(
     start_file: StartFile, name: str
 ) -> None:
@@ -290,7 +307,9 @@ async def test_the_snippets_add_wavegate_to_an_envoy_that_serves_something_else(
         configuration["static_resources"]["clusters"] += snippet("clusters")
         listener(configuration).update(snippet("listener"))
         manager.update(snippet("connection-manager"))
+        http_filter(configuration, "router").update(snippet("router"))
         manager["http_filters"][0:0] = snippet("http-filters")
+        manager["route_config"]["virtual_hosts"][0].update(snippet("virtual-host"))
         manager["route_config"]["virtual_hosts"][0]["routes"] += [*snippet("other-route"), *snippet("route")]
         with_addresses(configuration, [*dead, rank.endpoint], picker.target)
         envoy = await parts.enter_async_context(started_envoy(configuration, tmp_path))

@@ -358,12 +358,16 @@ class TestClients:
             head = f"POST {CHAT} HTTP/1.1\r\nhost: h\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
             assert b" 100 " in await answered_raw(pool.envoy, head.encode())
 
-    async def test_ranks_get_no_headers_of_the_router_and_none_that_steer_it(
+    async def test_ranks_get_the_clients_address_and_the_number_of_the_attempt_and_nothing_that_steers_envoy(
         self, start_pool: StartPool
     ) -> None:
         async with start_pool(ok) as pool:
-            await pool.post(headers={"x-envoy-max-retries": "3", "x-envoy-upstream-rq-timeout-ms": "1"})
+            forged = {"x-envoy-attempt-count": "7", "x-envoy-max-retries": "3"}
+            await pool.post(headers={**forged, "x-envoy-upstream-rq-timeout-ms": "1"})
             (received,) = pool.ranks[0].received
-            assert {name for name in received.headers if name.startswith("x-envoy")} == {
-                "x-envoy-external-address"
+            assert {
+                name: value for name, value in received.headers.items() if name.startswith("x-envoy")
+            } == {
+                "x-envoy-external-address": "127.0.0.1",
+                "x-envoy-attempt-count": "1",
             }

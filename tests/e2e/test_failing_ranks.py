@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -109,3 +110,34 @@ async def test_a_hang_that_does_not_pass_ends_in_a_restart(tmp_path: Path) -> No
         await up.says("group g0 is out of rotation: rank g0/")
         await up.says("group g0 is back in rotation")
         await serving_again(config)
+
+
+async def test_a_slow_upload_to_idle_ranks_costs_nobody_an_answer(tmp_path: Path) -> None:
+    """Where no body is waited for before the pick, its rank has nothing to do until all of it has come."""
+    config = write_config(tmp_path, [embedded_group(2)], envoy={"mode": "header_only"})
+    port = config["envoy"]["port"]
+    body = json.dumps({"model": "wavegate-embedded", "prompt": "Hello " * 20_000, "max_tokens": 4}).encode()
+    async with running_wavegate(tmp_path, "up") as up:
+        await up.says("serving on http://127.0.0.1:")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        )
+        async with httpx2.AsyncClient(timeout=60) as http:
+            for tenth in range(10):
+                writer.write(body[tenth * len(body) // 10 : (tenth + 1) * len(body) // 10])
+                await asyncio.sleep(0.6)
+                if tenth % 5 == 4:  # after 3 s, and after 6 s
+                    assert (await ask(http, config)).status_code == 200
+            async with asyncio.timeout(60):
+                answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert "is out of rotation" not in (tmp_path / ".wavegate" / "logs" / "gateway.log").read_text()
+
+
+async def ask(http: httpx2.AsyncClient, config: Any) -> httpx2.Response:
+    """One short request."""
+    url = f"http://127.0.0.1:{config['envoy']['port']}/v1/completions"
+    return await http.post(url, json={"model": "wavegate-embedded", "prompt": "Hello", "max_tokens": 4})

@@ -52,6 +52,17 @@ async def test_up_serves_embedded_ranks_and_stops_on_sigterm(tmp_path: Path) -> 
         assert lines == ["group", "gateway", "Envoy", "serving", "draining", "stopping"]
 
 
+async def test_no_other_user_can_read_what_a_deployment_writes(tmp_path: Path) -> None:
+    write_config(tmp_path, [embedded_group(1)])
+    async with running_wavegate(tmp_path, "up") as up:
+        await serving(up)
+        run_folder = tmp_path / ".wavegate"
+        written = [run_folder, *run_folder.rglob("*")]
+        names = {path.name for path in written}
+        assert {"wavegate.yaml", "envoy.yaml", "lock", "gateway.log", "envoy.log", "rank-g0-0.log"} <= names
+        assert [path for path in written if path.stat().st_mode & 0o077] == []
+
+
 async def test_requests_under_way_are_finished_before_the_stop(tmp_path: Path) -> None:
     release = asyncio.Event()
 

@@ -74,11 +74,14 @@ class Observed:
 
     def __init__(self) -> None:
         self.picks: list[Pick] = []
+        self.durations_s: list[float] = []
+        """Of reading and deciding, for each pick."""
         self.refused: list[Refused] = []
         self.responses: list[tuple[Rank, int | None, Usage | None]] = []
 
-    def on_placed(self, placed: Placed, _duration_s: float) -> None:
+    def on_placed(self, placed: Placed, duration_s: float) -> None:
         self.picks.append(placed.pick)
+        self.durations_s.append(duration_s)
 
     def on_refused(self, refused: Refused) -> None:
         self.refused.append(refused)

@@ -88,6 +88,19 @@ async def test_without_a_buffered_body_the_headers_decide(serve_ext_proc: Serve,
     assert (facts.request_id, facts.model, facts.prompt_tokens) == ("id-1", None, 1000)
 
 
+@pytest.mark.parametrize(("mode", "pieces"), [("NONE", 1), ("BUFFERED_PARTIAL", 2)])
+async def test_no_announced_length_is_believed_beyond_what_a_body_may_have(
+    serve_ext_proc: Serve, mode: str, pieces: int
+) -> None:
+    decider = Recording(waiting(A=0))
+    request = REQ(BODY[:-1], headers=[("content-length", "9" * 15)])[:pieces]
+    if request[-1].HasField("request_body"):
+        request[-1].request_body.end_of_stream = False
+    async with serve_ext_proc(decider, max_body_bytes=1 << 20) as served:
+        await served.replies(in_modes(request, request=mode))
+    assert decider.facts[0].prompt_tokens <= 1 << 18
+
+
 async def test_chunks_of_a_body_that_was_decided_on_by_its_headers_pass(serve_ext_proc: Serve) -> None:
     request = in_modes(REQ(BODY, b""), request="STREAMED")
     passed = ProcessingResponse(request_body=BodyResponse())

@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import aiohttp
 import grpc
 import pytest
 from typer.testing import CliRunner
 
 from gateway.cli import main
-from gateway.config import Config
-from gateway.server import GatewayServer
+from tests.builders_gateway import Gateway, running_gateway
 from tests.builders_protocol import REQ, RESPONSE, in_modes
 from tests.builders_ranks import StandInRank
-from tests.hermetic.conftest import ExtProcClient, chat, whole_body
-
-
-class Gateway:
-    """A running gateway seen from outside."""
-
-    def __init__(self, config: Config, http: aiohttp.ClientSession) -> None:
-        self._http = http
-        self.admin_url = f"http://127.0.0.1:{config.gateway.admin_port}"
-        self.client = ExtProcClient(config.gateway.ext_proc_listen)
-        self.stop = asyncio.Event()
-
-    async def get(self, path: str) -> aiohttp.ClientResponse:
-        return await self._http.get(self.admin_url + path)
-
-    async def post(
-        self, path: str, body: bytes, headers: dict[str, str] | None = None
-    ) -> aiohttp.ClientResponse:
-        return await self._http.post(self.admin_url + path, data=body, headers=headers)
-
-    async def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = await (await self.get("/status")).json()
-        return answer
-
-    async def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The first status for which `condition` holds."""
-        async with asyncio.timeout(10):
-            while True:
-                status = await self.status()
-                if condition(status):
-                    return status
-                await asyncio.sleep(0.01)
-
+from tests.hermetic.conftest import chat, whole_body
 
 RunGateway = Callable[..., Any]
 
@@ -58,38 +24,9 @@ RunGateway = Callable[..., Any]
 def run_gateway(unused_tcp_port_factory: Callable[[], int]) -> RunGateway:
     """`async with run_gateway(endpoints) as gateway:` over one adopted group."""
 
-    @asynccontextmanager
-    async def run(endpoints: list[str], **settings: Any) -> AsyncIterator[Gateway]:
-        config = Config.model_validate(
-            {
-                "groups": [{"name": "g0", "engine": "adopted", "model": "m", "endpoints": endpoints}],
-                "gateway": {
-                    "admin_port": unused_tcp_port_factory(),
-                    "ext_proc_listen": f"127.0.0.1:{unused_tcp_port_factory()}",
-                    "reports": {"interval_s": 0.02},
-                    **settings,
-                },
-            }
-        )
-        async with aiohttp.ClientSession() as http:
-            gateway = Gateway(config, http)
-            serving = asyncio.create_task(GatewayServer(config).serve(gateway.stop))
-            try:
-                async with asyncio.timeout(10):
-                    while True:
-                        try:
-                            if (await gateway.get("/readyz")).status == 200:
-                                break
-                        except aiohttp.ClientConnectorError:
-                            pass
-                        if serving.done():
-                            await serving
-                        await asyncio.sleep(0.01)
-                yield gateway
-            finally:
-                gateway.stop.set()
-                await gateway.client.channel.close()
-                await serving
+    def run(endpoints: list[str], **settings: Any) -> AbstractAsyncContextManager[Gateway]:
+        groups = [{"name": "g0", "engine": "adopted", "model": "m", "endpoints": endpoints}]
+        return running_gateway(groups, unused_tcp_port_factory, settings)
 
     return run
 

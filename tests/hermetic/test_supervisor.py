@@ -100,10 +100,13 @@ async def test_a_unit_that_loses_a_process_is_restarted_whole(scene: Scene) -> N
 
 
 async def test_a_unit_that_keeps_failing_is_restarted_ever_more_slowly(scene: Scene) -> None:
-    async def watch() -> None:
+    async def kill_it_again_and_again() -> None:
+        for times_up in (1, 2, 3):
+            await eventually(lambda times_up=times_up: scene.told.count("a is up") == times_up)
+            os.kill(scene.journal.pids("a")[-1], signal.SIGKILL)
         await eventually(lambda: "restarting a in 2 s" in scene.told)
 
-    await scene.supervise(unit("a", process("a", scene.journal, dies_after_s=0.1)), work=watch)
+    await scene.supervise(unit("a", process("a", scene.journal)), work=kill_it_again_and_again)
     waits = [line.rpartition(" in ")[2] for line in scene.told.splitlines() if line.startswith("restarting")]
     assert waits[:3] == ["0.5 s", "1 s", "2 s"]
     assert running(scene.journal.pids()) == []

@@ -101,6 +101,10 @@ def test_one_mistake_is_one_problem(text: str, expected: str) -> None:
             "supervision: {max_backoff_s: 0.5}",
             "supervision.max_backoff_s: 0.5 s is shorter than first_backoff_s (1 s): ",
         ),
+        (
+            "envoy: {max_heap_bytes: 67108864, max_body_bytes: 67108864}",
+            "envoy.max_heap_bytes: 67108864 is less than twice max_body_bytes (67108864): ",
+        ),
         ("envoy: {mode: 3}", "envoy.mode: is 3; write one of: one_message, header_only, partial_body, "),
         ("envoy: {health_check: 3}", "is 3; it must be a section (indented `key: value` lines)"),
         ("gateway: {reports: {stale_after_s: 0}}", "is 0; it must be more than 0"),

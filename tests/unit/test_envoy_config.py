@@ -66,6 +66,26 @@ def test_circuit_breakers_are_as_wide_as_the_configuration_says(name: str) -> No
     assert set(breakers["thresholds"][0].values()) == {5000}
 
 
+def test_memory_is_bounded_and_what_costs_least_is_done_first() -> None:
+    manager = rendered(envoy={"max_heap_bytes": 1 << 28})["overload_manager"]
+    limits = {
+        one["name"]: one["typed_config"].get("max_heap_size_bytes") for one in manager["resource_monitors"]
+    }
+    assert limits["envoy.resource_monitors.fixed_heap"] == 1 << 28
+    starts = {
+        one["name"].rpartition(".")[2]: trigger.get("threshold", {}).get("value")
+        or trigger["scaled"]["scaling_threshold"]
+        for one in (*manager["actions"], *manager["loadshed_points"])
+        for trigger in one["triggers"]
+    }
+    assert starts == {
+        "shrink_heap": 0.5,
+        "stop_accepting_requests": 0.95,
+        "reset_high_memory_stream": 0.95,
+        "http1_server_abort_dispatch": 1.0,
+    }
+
+
 def test_envoy_closes_idle_connections_before_vllm_does() -> None:
     vllm_keep_alive_s = 5
     assert vllm_keep_alive_s - RANK_IDLE_TIMEOUT_S > 1
