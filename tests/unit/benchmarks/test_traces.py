@@ -71,6 +71,13 @@ def test_the_duration_counts_at_that_speed(mooncake: Path) -> None:
     assert len(load(mooncake, "mooncake", speed=10, duration_s=10)) == 3
 
 
+def test_what_is_skipped_counts_by_the_traces_own_clock(mooncake: Path) -> None:
+    (last,) = load(mooncake, "mooncake", speed=10, skip_s=50)
+    assert 1 <= last.at_s < 1.3
+    with pytest.raises(TraceError, match="no request left after 90 s"):
+        load(mooncake, "mooncake", skip_s=90)
+
+
 @pytest.mark.parametrize(
     ("trace_format", "text", "complaint"),
     [
