@@ -28,6 +28,7 @@ from gateway.plan import WAVEGATE, rank_command
 from vllm_ranks.reports.metrics_text import parse_metrics
 
 MODEL = "wavegate-embedded"
+CLUSTER = "ranks"
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 
@@ -232,74 +233,52 @@ def _free_ports(count: int) -> int:
 
 
 def _plain_envoy(endpoints: Sequence[str], port: int, policy: str) -> dict[str, Any]:
-    hcm = "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3"
-    router_type = "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"
-    hosts = [endpoint.rpartition(":") for endpoint in endpoints]
+    """Configuration of an Envoy that does nothing but balance, by one of its own policies."""
     return {
         "static_resources": {
             "listeners": [
                 {
                     "name": "plain",
-                    "address": {"socket_address": {"address": "127.0.0.1", "port_value": port}},
-                    "filter_chains": [
-                        {
-                            "filters": [
-                                {
-                                    "name": "envoy.filters.network.http_connection_manager",
-                                    "typed_config": {
-                                        "@type": f"{hcm}.HttpConnectionManager",
-                                        "stat_prefix": "plain",
-                                        "stream_idle_timeout": "0s",
-                                        "route_config": {
-                                            "virtual_hosts": [
-                                                {
-                                                    "name": "ranks",
-                                                    "domains": ["*"],
-                                                    "routes": [
-                                                        {
-                                                            "match": {"prefix": "/"},
-                                                            "route": {"cluster": "ranks", "timeout": "0s"},
-                                                        }
-                                                    ],
-                                                }
-                                            ]
-                                        },
-                                        "http_filters": [
-                                            {
-                                                "name": "envoy.filters.http.router",
-                                                "typed_config": {"@type": router_type},
-                                            }
-                                        ],
-                                    },
-                                }
-                            ]
-                        }
-                    ],
+                    "address": _address("127.0.0.1", port),
+                    "filter_chains": [{"filters": [_http_filter()]}],
                 }
             ],
-            "clusters": [
-                {
-                    "name": "ranks",
-                    "type": "STATIC",
-                    "lb_policy": policy,
-                    "load_assignment": {
-                        "cluster_name": "ranks",
-                        "endpoints": [
-                            {
-                                "lb_endpoints": [
-                                    {
-                                        "endpoint": {
-                                            "address": {
-                                                "socket_address": {"address": host, "port_value": int(port_)}
-                                            }
-                                        }
-                                    }
-                                    for host, _, port_ in hosts
-                                ]
-                            }
-                        ],
-                    },
-                }
-            ],
+            "clusters": [_cluster(endpoints, policy)],
         }
     }
+
+
+def _http_filter() -> dict[str, Any]:
+    """Passes every request on, however long it takes."""
+    extensions = "type.googleapis.com/envoy.extensions.filters"
+    route = {"match": {"prefix": "/"}, "route": {"cluster": CLUSTER, "timeout": "0s"}}
+    hosts = [{"name": CLUSTER, "domains": ["*"], "routes": [route]}]
+    router_type = f"{extensions}.http.router.v3.Router"
+    manager = "http_connection_manager"
+    return {
+        "name": f"envoy.filters.network.{manager}",
+        "typed_config": {
+            "@type": f"{extensions}.network.{manager}.v3.HttpConnectionManager",
+            "stat_prefix": "plain",
+            "stream_idle_timeout": "0s",
+            "route_config": {"virtual_hosts": hosts},
+            "http_filters": [
+                {"name": "envoy.filters.http.router", "typed_config": {"@type": router_type}},
+            ],
+        },
+    }
+
+
+def _cluster(endpoints: Sequence[str], policy: str) -> dict[str, Any]:
+    hosts = [endpoint.rpartition(":") for endpoint in endpoints]
+    members = [{"endpoint": {"address": _address(host, int(port))}} for host, _, port in hosts]
+    return {
+        "name": CLUSTER,
+        "type": "STATIC",
+        "lb_policy": policy,
+        "load_assignment": {"cluster_name": CLUSTER, "endpoints": [{"lb_endpoints": members}]},
+    }
+
+
+def _address(host: str, port: int) -> dict[str, Any]:
+    return {"socket_address": {"address": host, "port_value": port}}

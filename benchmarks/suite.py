@@ -103,10 +103,17 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def run_case(
-    case: Case, trace: Path, *, seed: int = 0, on_done: OnDone = lambda done, total: None
+    case: Case,
+    trace: Path,
+    *,
+    skip_s: float = 0.0,
+    seed: int = 0,
+    on_done: OnDone = lambda done, total: None,
 ) -> Verdict:
-    """Every policy on one case."""
-    requests = load(trace, case.trace_format, speed=case.speed, duration_s=case.duration_s, seed=seed)
+    """Every policy on one case, played after the first `skip_s` of the trace."""
+    requests = load(
+        trace, case.trace_format, speed=case.speed, duration_s=case.duration_s, skip_s=skip_s, seed=seed
+    )
     cells = run_matrix(
         requests,
         Deployment(ranks=case.ranks),
@@ -136,6 +143,7 @@ def run_suite(
     cases: Sequence[Case],
     *,
     with_a_fifth: bool,
+    skip_s: float = 0.0,
     seed: int = 0,
     on_done: Callable[[str, int, int], None] = lambda case, done, total: None,
 ) -> Iterator[Verdict]:
@@ -147,6 +155,7 @@ def run_suite(
             yield run_case(
                 one,
                 traces[case.trace_format],
+                skip_s=skip_s,
                 seed=seed,
                 on_done=partial(on_done, one.name),
             )

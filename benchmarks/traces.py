@@ -88,18 +88,32 @@ READERS: dict[str, Callable[[Path, int], Iterator[TraceRequest]]] = {
 
 
 def load(
-    path: Path, trace_format: str, *, speed: float = 1.0, duration_s: float | None = None, seed: int = 0
+    path: Path,
+    trace_format: str,
+    *,
+    speed: float = 1.0,
+    duration_s: float | None = None,
+    skip_s: float = 0.0,
+    seed: int = 0,
 ) -> list[TraceRequest]:
     """A trace in order of arrival, `speed` times as fast, of which the first `duration_s` are kept.
+
+    Args:
+        skip_s: what is left out before that, by the trace's own clock.
 
     Raises:
         TraceError: the file is not in that format, or nothing of it is left.
     """
     requests = sorted(READERS[trace_format](path, seed), key=lambda request: request.at_s)
-    scaled = [replace(request, at_s=request.at_s / speed) for request in requests]
+    scaled = [
+        replace(request, at_s=(request.at_s - skip_s) / speed)
+        for request in requests
+        if request.at_s >= skip_s
+    ]
     kept = [request for request in scaled if duration_s is None or request.at_s < duration_s]
     if not kept:
-        raise TraceError(f"{path} has no request in the first {duration_s:g} s at speed {speed:g}")
+        played = f"in the first {duration_s:g} s at speed {speed:g}" if duration_s is not None else "left"
+        raise TraceError(f"{path} has no request {played}" + (f" after {skip_s:g} s" if skip_s else ""))
     return kept
 
 
