@@ -1,4 +1,8 @@
-"""Round robin: each rank in turn, blind to what is on it."""
+"""Round robin: each rank in turn, blind to what is on it.
+
+It is the turn of the rank picked longest ago: counted over all picks instead, two models asked in turn would
+each get every second of their ranks only.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,5 @@ class RoundRobin(ScorePolicy):
     name: ClassVar[str] = "round_robin"
 
     def costs(self, view: PickView) -> Sequence[float]:
-        """Turns until the rank's own."""
-        ranks = len(view.accounts)
-        return [(index - view.pick_number) % ranks for index in range(ranks)]
+        """When the rank was last picked, as a position among all picks; of those never picked, the first."""
+        return [account.pick_sequence for account in view.accounts]

@@ -1,0 +1,30 @@
+"""The policies to be measured against: what each is said to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ext_proc.ledger import Ledger
+from ext_proc.vocabulary import Pick
+from tests.builders import group, picker, pool, request
+
+
+def place(ledger: Ledger, policy: str, *, model: str = "m", prompt_tokens: int = 100) -> str:
+    """Pick and reserve one request; the rank's name."""
+    facts = request(model=model, prompt_tokens=prompt_tokens)
+    pick = picker(ledger, policy).pick(facts, 0.0)
+    assert isinstance(pick, Pick)
+    ledger.reserve(pick.first, facts, 0.0)
+    return pick.first.name
+
+
+class TestRoundRobin:
+    def test_each_rank_has_its_turn_whatever_is_on_it(self) -> None:
+        ledger = pool(group("g0", 3))
+        places = [place(ledger, "round_robin", prompt_tokens=100 + 5_000 * n) for n in range(6)]
+        assert places == ["g0/0", "g0/1", "g0/2"] * 2
+
+    def test_models_asked_in_turn_reach_all_their_ranks(self) -> None:
+        ledger = pool([*group("a", 2), *group("b", 2)], models={"a": ["alpha"], "b": ["beta"]})
+        places = Counter(place(ledger, "round_robin", model=("alpha", "beta")[n % 2]) for n in range(40))
+        assert places == {"a/0": 10, "a/1": 10, "b/0": 10, "b/1": 10}
