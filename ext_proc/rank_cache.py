@@ -3,8 +3,8 @@
 Three kinds of knowledge, the best one that is to be had:
 - The rank tells of its cache, and prompts are known as tokens: the blocks are known exactly. To them come
   those of prompts that were sent and are still to be computed.
-- It tells, but prompts are known as text only: what was sent is remembered, the least recently used is
-  forgotten, within what the rank says it holds at all.
+- It tells, but prompts are known as text only: what was sent is remembered, within what the rank says it
+  holds at all; beyond, what was not used for longest is forgotten.
 - It does not tell: the same, within the size of its cache.
 Pure.
 """

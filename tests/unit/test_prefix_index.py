@@ -31,6 +31,47 @@ def test_what_was_used_last_is_kept_and_the_rest_forgotten() -> None:
     assert index.matched_blocks([10, 11]) == 0
 
 
+def test_trim_forgets_the_prompt_not_used_for_longest() -> None:
+    index = PrefixIndex(100)
+    index.add([1, 2, 3])
+    index.add([11, 12, 13])
+    index.add([1, 2, 3])
+    index.add([21, 22, 23])
+    index.trim(6)
+    assert [index.matched_blocks([n + 1, n + 2, n + 3]) for n in (0, 10, 20)] == [3, 0, 3]
+
+
+def test_trim_forgets_the_end_of_a_prompt_and_keeps_its_beginning() -> None:
+    index = PrefixIndex(100)
+    index.add([1, 2, 3, 4])
+    index.trim(3)
+    assert [block in index for block in (1, 2, 3, 4)] == [True, True, True, False]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=30),
+    st.integers(12, 60),
+    st.integers(0, 40),
+)
+def test_trim_forgets_by_age_and_never_a_block_before_those_it_leads_to(
+    added: list[list[int]], bound: int, left: int
+) -> None:
+    index = PrefixIndex(bound)
+    last_use: dict[tuple[int, ...], int] = {}
+    for use, prompt in enumerate(added):
+        chain = [tuple(prompt[: n + 1]) for n in range(len(prompt))]
+        index.add([hash(block) for block in chain])
+        last_use.update(dict.fromkeys(chain, use))
+    known = {block for block in last_use if hash(block) in index}
+    index.trim(left)
+    kept = {block for block in known if hash(block) in index}
+    assert len(kept) == len(index) <= left
+    assert len(kept) >= min(len(known), left - left // 8)
+    assert all(block[:-1] in kept for block in kept if len(block) > 1)
+    newest_forgotten = max((last_use[block] for block in known - kept), default=-1)
+    assert all(last_use[block] >= newest_forgotten for block in kept)
+
+
 def test_evicted_blocks_are_forgotten_when_the_rank_says_so() -> None:
     index = PrefixIndex(100)
     index.add([1, 2, 3])
