@@ -1,9 +1,14 @@
-"""Dynamo's KV router cost (ai-dynamo/dynamo docs/components/router/router-concepts.md), temperature 0.
+"""Dynamo's KV router cost (ai-dynamo/dynamo docs/components/router/router-concepts.md), with its defaults.
 
     cost = max(active prefill + new prompt - cached, 0) + decode blocks,   all in blocks of 16 tokens
 
-Active prefill is what was sent and has had no first token; decode blocks are those of all requests in flight.
-Ties at random.
+Active prefill is what was sent and has had no first token, less what was cached of it; decode blocks are the
+prompts of all requests in flight. The last token of a prompt is always computed here, so that nothing is ever
+below 0. Ties at random.
+
+Left out of decode blocks: those of the request to be placed, which differ between ranks only by what it
+shares with requests in flight there; and those of generated tokens, which Dynamo counts if asked to
+(`--router-track-output-blocks`).
 """
 
 from __future__ import annotations

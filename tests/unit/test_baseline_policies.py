@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from ext_proc.ledger import Ledger
 from ext_proc.vocabulary import Pick
-from tests.builders import group, picker, pool, request
+from tests.builders import BLOCK_TOKENS, group, picker, pool, rank, request
 
 
 def place(ledger: Ledger, policy: str, *, model: str = "m", prompt_tokens: int = 100) -> str:
@@ -28,3 +30,15 @@ class TestRoundRobin:
         ledger = pool([*group("a", 2), *group("b", 2)], models={"a": ["alpha"], "b": ["beta"]})
         places = Counter(place(ledger, "round_robin", model=("alpha", "beta")[n % 2]) for n in range(40))
         assert places == {"a/0": 10, "a/1": 10, "b/0": 10, "b/1": 10}
+
+
+class TestDynamoCost:
+    def test_prefill_to_come_and_prompts_in_flight_are_added_in_blocks_of_16_tokens(self) -> None:
+        ledger = pool(group("g0", 2))
+        blocks = range(4)
+        ledger.reserve(rank(0), request(prompt_tokens=4 * BLOCK_TOKENS + 10, blocks=blocks), 0.0)
+        new = request(prompt_tokens=4 * BLOCK_TOKENS + 100, blocks=blocks)
+        costs = {one.rank: one.cost for one in picker(ledger, "dynamo_cost").costs(new, 0.0)}
+        in_flight = 4 * BLOCK_TOKENS + 10
+        assert costs[rank(0)] == pytest.approx((in_flight + 100 + in_flight) / 16, abs=1e-5)
+        assert costs[rank(1)] == pytest.approx((4 * BLOCK_TOKENS + 100) / 16, abs=1e-5)
