@@ -30,7 +30,10 @@ LOOKS_AT_ONCE = 8
 VAIN_LOOKS_AT_ONCE = 4 * LOOKS_AT_ONCE
 """After so many that found no rank the others wait for the next tick."""
 OVERDUE_AT_ONCE = 64
-"""How many that have waited long enough are decided at once, for the same reason."""
+"""How many that have waited long enough are decided at once, for the same reason: a portion."""
+PORTION_S = 2 * TICK_S
+"""So much earlier, for each portion of requests that wait, the first is decided, that the last one does not
+wait too long either: a tick's work may take as long as the pause after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,9 @@ class Admission:
         if not accounts:
             return self._no_rank(facts)
         if not self._waiting.has_room(facts):
+            # Those that wait come first, to whatever has become free since they were last looked at.
+            self.advance(now_s)
+        if not self._waiting.has_room(facts):
             return self._place_past_the_others(facts, now_s)
         held = self._waiting.enter(facts, now_s)
         try:
@@ -96,7 +102,8 @@ class Admission:
         self._ledger.assume_progress(now_s)
         if self._waiting:
             self._let_go(now_s)
-        arrived_by_s = now_s + TICK_S - self._settings.max_hold_s
+        portions = len(self._waiting) // OVERDUE_AT_ONCE + 1
+        arrived_by_s = now_s + portions * PORTION_S - self._settings.max_hold_s
         overdue = (one for one in self._waiting if one.arrived_s < arrived_by_s)
         if some := list(islice(overdue, OVERDUE_AT_ONCE)):
             openings = self._openings(now_s)
@@ -132,7 +139,6 @@ class Admission:
 
     def _place_past_the_others(self, facts: RequestFacts, now_s: float) -> Placed | Refused:
         """Place a request that could not be held: those that wait, wait for other ranks or more room."""
-        self._ledger.pass_time(now_s)
         readiness = self._openings(now_s).readiness
         pick = self._picker.pick(facts, now_s, readiness, explain=self._explains(facts))
         if not isinstance(pick, Pick):
@@ -145,28 +151,39 @@ class Admission:
         Only who may find a rank by now is compared with all ranks: that is what takes time.
         """
         openings = self._openings(now_s)
-        longest = openings.longest_tokens()
-        if longest is None:
+        if not openings.is_any():
             return
         due = self._due(now_s)
         vain_looks = 0
-        candidates = (one for one in self._waiting if one in due or _may_go(one, openings, longest))
+        candidates = (one for one in self._waiting if one in due or self._may_go(one, openings))
         for held in self._in_order(candidates, now_s):
-            if held not in due and not _may_go(held, openings, longest):
+            if held not in due and not self._may_go(held, openings):
                 continue
             outcome = self._pick(held, now_s, openings.readiness)
             if isinstance(outcome, Pick):
                 openings.note_placed(self._place(held, outcome, now_s))
-                longest = openings.longest_tokens()
-                if longest is None:
+                if not openings.is_any():
                     return
             else:
+                longest = self._longest_tokens(held, openings)
                 held.waits_for = outcome.account if outcome is not None else None
-                held.waits_for_more_than_tokens = longest
+                held.waits_for_more_than_tokens = -1.0 if longest is None else longest
                 held.look_again_s = now_s + LOOK_AGAIN_S
                 vain_looks += 1
                 if vain_looks == VAIN_LOOKS_AT_ONCE:
                     return
+
+    def _may_go(self, held: Held, openings: Openings) -> bool:
+        """Whether what kept it from going when it was compared with all ranks has changed."""
+        if held.waits_for is not None:
+            return openings.is_ready(held.waits_for)
+        longest = self._longest_tokens(held, openings)
+        return longest is not None and held.waits_for_more_than_tokens < longest >= held.uncached_tokens
+
+    def _longest_tokens(self, held: Held, openings: Openings) -> float | None:
+        """The longest prompt that a rank of its pool takes."""
+        pool = self._ledger.pools.of(held.facts.model)
+        return openings.longest_tokens(pool.serving(self._ledger.availability))
 
     def _due(self, now_s: float) -> set[Held]:
         """The first ones that have not been compared with all ranks for long."""
@@ -230,10 +247,3 @@ class Admission:
 
     def _least_uncached(self, facts: RequestFacts, accounts: Sequence[RankAccount]) -> int:
         return facts.prompt_tokens - max(self._ledger.cached_tokens_each(accounts, facts))
-
-
-def _may_go(held: Held, openings: Openings, longest_tokens: float) -> bool:
-    """Whether what kept it from going when it was compared with all ranks has changed."""
-    if held.waits_for is not None:
-        return openings.is_ready(held.waits_for)
-    return held.waits_for_more_than_tokens < longest_tokens >= held.uncached_tokens

@@ -6,7 +6,7 @@ while it has a backlog. Must never decide who goes. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 
 from ext_proc.accounts import RankAccount
@@ -36,17 +36,20 @@ class Openings:
         }
         """For groups where prefill must not start at any time: how many tokens a rank may have to compute."""
         self._is_ready: dict[RankAccount, bool] = {}
+        self._longest: dict[GroupAccount, float | None] = {}
 
-    def longest_tokens(self) -> float | None:
-        """The longest prompt that any rank takes, in uncached tokens; `None`: no rank takes any."""
-        longest = None
-        for account in self._ledger.accounts:
-            if self.is_ready(account):
-                room = self._rooms.get(account.group)
-                if room is None:
-                    return inf
-                longest = max(longest or 0.0, room - self._ahead_tokens(account))
-        return longest
+    def is_any(self) -> bool:
+        """Whether a rank takes any prompt."""
+        return any(self._longest_of(group) is not None for group in self._ledger.groups)
+
+    def longest_tokens(self, groups: Iterable[GroupAccount]) -> float | None:
+        """The longest prompt that a rank of these takes, in uncached tokens; `None`: none takes any."""
+        return max((one for group in groups if (one := self._longest_of(group)) is not None), default=None)
+
+    def note_placed(self, account: RankAccount) -> None:
+        """A request has been placed on a rank."""
+        self._is_ready.pop(account, None)
+        self._longest.pop(account.group, None)
 
     def is_ready(self, account: RankAccount) -> bool:
         """Whether a rank takes any prompt."""
@@ -54,10 +57,6 @@ class Openings:
         if ready is None:
             ready = self._is_ready[account] = self.readiness(account, 0) is Readiness.READY
         return ready
-
-    def note_placed(self, account: RankAccount) -> None:
-        """A request has been placed on a rank."""
-        self._is_ready.pop(account, None)
 
     def readiness(self, account: RankAccount, uncached_tokens: int) -> Readiness:
         """Whether a rank may be given a prompt of so many uncached tokens."""
@@ -78,6 +77,16 @@ class Openings:
             and report.waiting > 0
             and self._ledger.state(account, self._now_s) is RankState.FRESH
         )
+
+    def _longest_of(self, group: GroupAccount) -> float | None:
+        if group not in self._longest:
+            ready = filter(self.is_ready, group.accounts)
+            room = self._rooms.get(group)
+            if room is None:
+                self._longest[group] = inf if any(ready) else None
+            else:
+                self._longest[group] = max((room - self._ahead_tokens(one) for one in ready), default=None)
+        return self._longest[group]
 
     def _ahead_tokens(self, account: RankAccount) -> float:
         return account.prefills.remaining_tokens(self._now_s, account.group.prefill_tokens_per_s)

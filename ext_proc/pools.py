@@ -19,7 +19,7 @@ MAX_ADAPTERS = 4_096
 class Pool:
     """The groups that serve one model."""
 
-    __slots__ = ("_as_of", "_healthy", "_in_rotation", "accounts", "groups")
+    __slots__ = ("_as_of", "_healthy", "_in_rotation", "_serving", "accounts", "groups")
 
     def __init__(self, groups: Iterable[GroupAccount]) -> None:
         self.groups = tuple(groups)
@@ -27,6 +27,7 @@ class Pool:
         """All their ranks."""
         self._healthy: Sequence[RankAccount] = ()
         self._in_rotation: Sequence[RankAccount] = ()
+        self._serving: Sequence[GroupAccount] = ()
         self._as_of = -1
 
     def candidates(
@@ -41,11 +42,7 @@ class Pool:
             subset: the ranks that the gateway limits the request to.
             availability: changes whenever a group's rotation or health does.
         """
-        if availability != self._as_of:
-            self._as_of = availability
-            serving = [group for group in self.groups if group.in_rotation]
-            self._in_rotation = [a for group in serving for a in group.accounts]
-            self._healthy = [a for group in serving if group.is_healthy for a in group.accounts]
+        self._refresh(availability)
         for accounts, reason in (
             (self._healthy, PickReason.POLICY),
             (self._in_rotation, PickReason.NO_HEALTHY_GROUP),
@@ -54,6 +51,21 @@ class Pool:
             if allowed:
                 return allowed, reason
         return (), PickReason.POLICY
+
+    def serving(self, availability: int) -> Sequence[GroupAccount]:
+        """The groups of the ranks that may get a request without a subset now."""
+        self._refresh(availability)
+        return self._serving
+
+    def _refresh(self, availability: int) -> None:
+        if availability == self._as_of:
+            return
+        self._as_of = availability
+        in_rotation = [group for group in self.groups if group.in_rotation]
+        healthy = [group for group in in_rotation if group.is_healthy]
+        self._in_rotation = [a for group in in_rotation for a in group.accounts]
+        self._healthy = [a for group in healthy for a in group.accounts]
+        self._serving = healthy or in_rotation
 
 
 class Pools:

@@ -56,8 +56,8 @@ class WaitingRoom:
         self._max_tokens = max_tokens
         self._entries: list[Held] = []
         self._sequence = 0
-        self._virtual_time = 0.0
-        self._tenant_finish: dict[str, float] = {}
+        self._next_start: dict[int, dict[str, float]] = {}
+        """Of each priority with requests that wait: where the next request of each tenant starts."""
         self.tokens = 0
         """Prompt tokens held."""
 
@@ -75,10 +75,11 @@ class WaitingRoom:
 
     def enter(self, facts: RequestFacts, now_s: float) -> Held:
         """Hold a request."""
-        start = max(self._virtual_time, self._tenant_finish.get(facts.tenant, 0.0))
-        if len(self._tenant_finish) >= MAX_TENANTS:
-            self._tenant_finish.clear()
-        self._tenant_finish[facts.tenant] = start + max(1, facts.prompt_tokens)
+        if sum(map(len, self._next_start.values())) >= MAX_TENANTS:
+            self._next_start.clear()
+        next_start = self._next_start.setdefault(facts.priority, {})
+        start = max(self._virtual_time(facts.priority), next_start.get(facts.tenant, 0.0))
+        next_start[facts.tenant] = start + max(1, facts.prompt_tokens)
         self._sequence += 1
         held = Held(facts.priority, start, self._sequence, facts, now_s, self)
         insort(self._entries, held)
@@ -89,7 +90,16 @@ class WaitingRoom:
         """The request has been placed, refused, or its client has gone."""
         del self._entries[bisect_left(self._entries, held)]
         self.tokens -= held.facts.prompt_tokens
-        self._virtual_time = max(self._virtual_time, held.fair_start)
-        if not self._entries:
-            self._tenant_finish.clear()
-            self._virtual_time = 0.0
+        if self._first_of(held.priority) is None:
+            self._next_start.pop(held.priority, None)
+
+    def _virtual_time(self, priority: int) -> float:
+        """The start of the request whose turn it is; one that goes out of turn changes nothing."""
+        first = self._first_of(priority)
+        return 0.0 if first is None else first.fair_start
+
+    def _first_of(self, priority: int) -> Held | None:
+        position = bisect_left(self._entries, priority, key=lambda held: held.priority)
+        if position < len(self._entries) and self._entries[position].priority == priority:
+            return self._entries[position]
+        return None

@@ -162,10 +162,21 @@ def held(decision: Decision) -> Held:
 
 
 def behind(
-    ranks: int = 4, *, per_rank: int = 3, targets: Targets = TIGHT, now_s: float = 1.0, lock_step: bool = True
+    ranks: int = 4,
+    *,
+    per_rank: int = 3,
+    targets: Targets = TIGHT,
+    now_s: float = 1.0,
+    lock_step: bool = True,
+    idle: Sequence[Rank] = (),
+    models: Mapping[str, Sequence[str]] | None = None,
 ) -> Ledger:
-    """A group that decodes on every rank, behind `targets`: rank 0 has just read a prompt of 5 steps."""
-    ledger = pool(group("g0", ranks), targets=targets, lock_step=lock_step)
+    """A group that decodes on every rank, behind `targets`: rank 0 has just read a prompt of 5 steps.
+
+    `idle`: ranks of other groups. `models`: as in `pool`.
+    """
+    all_ranks = [*group("g0", ranks), *idle]
+    ledger = pool(all_ranks, targets=targets, lock_step=lock_step, models=models)
     for index in range(ranks):
         for _ in range(per_rank):
             ledger.reserve(rank(index), request(), now_s - 0.7)

@@ -15,6 +15,7 @@ from ext_proc.reservation import Outcome
 from ext_proc.settings import AdmissionSettings
 from ext_proc.waiting_room import Held
 from tests.builders import (
+    DOWN_AFTER_FAILURES,
     TIGHT,
     admission,
     behind,
@@ -52,6 +53,25 @@ def test_what_waits_while_decoding_is_behind_starts_together_when_it_has_caught_
     assert len({one.pick.first for one in started}) == 3
     assert decider.take_decided() == waiting
     assert decider.take_decided() == []
+
+
+@pytest.mark.parametrize("idle", ["none", "for another model", "out of rotation", "with a rank down"])
+def test_an_idle_group_that_cannot_take_it_delays_no_request_for_whose_phase_it_is_time(idle: str) -> None:
+    ledger = behind(
+        idle=[] if idle == "none" else group("idle", 2),
+        models={"g0": ["m"], "idle": ["x"]} if idle == "for another model" else None,
+    )
+    if idle == "out of rotation":
+        ledger.set_rotation("idle", False)
+    if idle == "with a rank down":
+        for _ in range(DOWN_AFTER_FAILURES):
+            ledger.record_failed_scrape(rank(0, group="idle"))
+    decider = admission(ledger, SETTINGS)
+    waiting = [held(decider.decide(request(prompt_tokens=4000), 1.0)) for _ in range(3)]
+    for index in range(4):
+        got_tokens(ledger, index, 1.1, tokens=60, each_after_s=0.02)
+    decider.advance(1.11)
+    assert all(one.decision is not None for one in waiting)
 
 
 def test_a_prompt_that_ends_before_the_longest_joins_a_phase_and_a_longer_one_does_not() -> None:
@@ -114,6 +134,16 @@ def test_a_full_room_refuses_nobody_whose_rank_is_ready() -> None:
     assert held(decider.decide(request(model="alpha"), 0.0))
     assert isinstance(decider.decide(request(model="alpha"), 0.0), Refused)
     assert placed(decider.decide(request(model="beta"), 0.0)).pick.first.group == "b"
+
+
+def test_what_becomes_free_while_the_room_is_full_goes_to_those_who_wait_not_to_who_comes() -> None:
+    ledger = pool(group("g0", 1))
+    decider = admission(ledger, AdmissionSettings(max_held_requests=2))
+    placed(decider.decide(request(prompt_tokens=20_000), 0.0))
+    waiting = [held(decider.decide(request(prompt_tokens=4000), 0.0)) for _ in range(2)]
+    ledger.record_report(rank(0), report(2.4, running=1, counters=counters(first_tokens=1)))
+    assert held(decider.decide(request(prompt_tokens=4000), 2.4))
+    assert [one.decision is None for one in waiting] == [False, True]
 
 
 def test_a_prompt_larger_than_the_room_may_wait_alone() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ext_proc.decision import Placed, Refused
+from ext_proc.admission import TICK_S
+from ext_proc.decision import Decision, Placed, Refused
 from ext_proc.reservation import Outcome, Reservation
 from ext_proc.settings import AdmissionSettings
 from ext_proc.vocabulary import RankCounters, RequestFacts
@@ -48,7 +51,6 @@ class AdmissionUnderAnyTraffic(RuleBasedStateMachine):
         self.gone: set[str] = set()
         self.first_tokens = dict.fromkeys(self.ranks, 0)
         self.arrived: list[RequestFacts] = []
-        self.order_kept = True
 
     def _settle(self, request_id: str, decision: Placed | Refused) -> None:
         assert request_id not in self.open
@@ -157,28 +159,69 @@ TestAdmissionUnderAnyTraffic = AdmissionUnderAnyTraffic.TestCase
 TestAdmissionUnderAnyTraffic.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-@given(st.lists(st.sampled_from([100, 1000, 6000, 30_000]), min_size=2, max_size=10))
+@given(
+    st.lists(st.sampled_from([100, 1000, 6000, 30_000, None]), min_size=2, max_size=14), st.integers(1, 12)
+)
 def test_within_a_tenant_no_request_is_overtaken_by_one_that_needs_as_much_or_more(
-    prompts: list[int],
+    events: list[int | None], room_for: int
 ) -> None:
-    """Shorter ones may fit where an earlier, longer one does not; a later one of the same length may not."""
+    """Shorter ones may fit where an earlier, longer one does not; a later one of the same length may not.
+
+    Events: a request of so many tokens, or (`None`) the first token of the one that is on the rank.
+    """
     ledger = pool(group("g0", 1), targets=TIGHT)
-    decider = admission(ledger, SETTINGS)
-    decider.decide(request(prompt_tokens=9000), 0.0)
-    waiting = []
-    for number, tokens in enumerate(prompts):
-        decision = decider.decide(request(request_id=str(number), prompt_tokens=tokens), 0.0)
-        waiting.append(held(decision))
-    went: list[Held] = []
-    seen = 0
-    now_s = 0.0
-    while len(went) < len(prompts):
-        now_s += 0.25
+    decider = admission(ledger, replace(SETTINGS, max_held_requests=room_for))
+    went: list[RequestFacts] = []
+    seen, now_s = 0, 0.0
+
+    def settle(facts: RequestFacts, decision: Decision | None) -> None:
+        if isinstance(decision, Placed):
+            went.append(facts)
+
+    def read_one_prompt() -> None:
+        nonlocal seen
         seen += 1
-        said = report(now_s, running=1, counters=counters(first_tokens=seen))
-        ledger.record_report(rank(0), said)
+        ledger.record_report(rank(0), report(now_s, running=1, counters=counters(first_tokens=seen)))
+
+    decider.decide(request(prompt_tokens=9000), 0.0)
+    for number, tokens in enumerate(events):
+        now_s += 0.001
+        if tokens is None:
+            read_one_prompt()
+            continue
+        facts = request(request_id=f"{number:02}", prompt_tokens=tokens)
+        decision = decider.decide(facts, now_s)
+        for one in decider.take_decided():
+            settle(one.facts, one.decision)
+        settle(facts, decision)
+    while decider.held_requests:
+        now_s += 0.25
+        read_one_prompt()
         decider.advance(now_s)
-        went += decider.take_decided()
+        for one in decider.take_decided():
+            settle(one.facts, one.decision)
     for earlier, later in pairwise(went):
-        if later.sequence < earlier.sequence:
-            assert earlier.facts.prompt_tokens < later.facts.prompt_tokens
+        if later.request_id < earlier.request_id:
+            assert earlier.prompt_tokens < later.prompt_tokens
+
+
+@pytest.mark.parametrize("burst", [1, 64, 65, 1000])
+def test_however_many_come_at_once_none_waits_longer_than_the_bound(burst: int) -> None:
+    ledger = pool(group("g0", 2), targets=TIGHT)
+    decider = admission(ledger, replace(SETTINGS, max_hold_s=1.0))
+
+    def all_are_full(now_s: float) -> None:
+        for one in group("g0", 2):
+            ledger.record_report(one, report(now_s, running=9, waiting=9, kv=0.99, counters=counters()))
+
+    all_are_full(0.0)
+    waiting = [held(decider.decide(request(request_id=str(n)), 0.0)) for n in range(burst)]
+    now_s = 0.0
+    while decider.held_requests:
+        # As much later as a tick whose work takes as long as the pause after it.
+        now_s += 2 * TICK_S
+        if now_s > 0.5 and ledger.accounts[0].report.taken_at_s < 0.5:
+            all_are_full(now_s)
+        decider.advance(now_s)
+    assert now_s <= 1.0 + 1e-6
+    assert all(isinstance(one.decision, Refused) for one in waiting)
