@@ -166,12 +166,6 @@ class VirtualEngine:
         """The client of a request goes away; there will be no more events of it."""
         self._at(self.now_s if at_s is None else at_s, self._cancel, self._groups[group][rank], request_id)
 
-    def next_event_s(self) -> float:
-        """When something happens next, inside the ranks too; infinity if everything is at rest."""
-        if self._events:
-            return self.now_s
-        return self._heap[0][0] if self._heap else float("inf")
-
     def advance_to(self, at_s: float) -> Iterator[VirtualEvent]:
         """Let time pass, up to and including `at_s`; events come one by one, each at its time.
 

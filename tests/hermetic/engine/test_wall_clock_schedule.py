@@ -96,7 +96,7 @@ def virtual_steps() -> list[list[tuple[float, float, PlanRecord | None]]]:
     engine = VirtualEngine([spec], trace=True)
     for arrival in ARRIVALS:
         while len(engine.steps(0)) < arrival.after_step:
-            list(engine.advance_to(engine.next_event_s()))
+            list(engine.advance_to(engine.now_s + AFTER_STEP_S))
         ended_s = 0.0
         if arrival.after_step:
             step = engine.steps(0)[arrival.after_step - 1]

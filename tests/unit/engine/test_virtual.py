@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.builders_engine import engine_request, until_idle
+from tests.builders_engine import LONG_S, engine_request, until_idle
 from vllm_ranks.engine.kv_cache import BlocksStored, KvEvent
 from vllm_ranks.engine.queue_limits import QueueLimits
 from vllm_ranks.engine.request import FinishReason
@@ -62,13 +61,15 @@ class TestOneRank:
         assert (end.generated_tokens, end.cached_tokens, end.preemptions) == (3, 8, 0)
         assert end.first_token_s == pytest.approx(1.0 + DELAY_S + STEP_S)
 
-    def test_at_rest_nothing_is_ever_next(self) -> None:
-        engine = virtual(dense())
-        assert engine.next_event_s() == math.inf
-        engine.submit(0, 0, engine_request("a"), at_s=2.0)
-        assert engine.next_event_s() == 2.0
-        list(until_idle(engine))
-        assert engine.next_event_s() == math.inf
+    @pytest.mark.parametrize("spec", [dense(), lock_step()])
+    def test_before_its_first_request_and_after_its_last_a_rank_rests(self, spec: GroupSpec) -> None:
+        engine = virtual(spec, trace=True)
+        assert list(until_idle(engine)) == []
+        engine.submit(0, 0, engine_request("a"))
+        *_, end = until_idle(engine)
+        steps = engine.steps(0)
+        assert engine.now_s - LONG_S < steps[0].start_s < end.at_s
+        assert steps[-1].start_s < end.at_s + 2 * spec.dp_sync_interval * STEP_S
 
     def test_time_stands_where_it_was_advanced_to(self) -> None:
         engine = virtual(dense())
@@ -95,7 +96,7 @@ class TestOneRank:
         for name in "ab":
             engine.submit(0, 0, engine_request(name, output=1))
         assert next(engine.advance_to(10.0)).request_id == "a"
-        assert engine.next_event_s() == engine.now_s
+        assert engine.now_s < 10.0
         assert [e.request_id for e in engine.advance_to(10.0)] == ["a", "b", "b"]
 
 
@@ -288,7 +289,7 @@ def drive(groups: list[GroupSpec], rng: random.Random, delay_s: float, aborts: b
     at_s = 0.0
 
     def watch(until_s: float) -> None:
-        for event in engine.advance_to(until_s) if until_s < math.inf else until_idle(engine):
+        for event in engine.advance_to(until_s):
             seen.append(event)
             assert event.at_s == engine.now_s
             if isinstance(event, Finished):
@@ -319,7 +320,7 @@ def drive(groups: list[GroupSpec], rng: random.Random, delay_s: float, aborts: b
             victim = rng.choice(sorted(alive))
             engine.abort(*victim)
             del alive[victim]
-    watch(math.inf)
+    watch(at_s + LONG_S)
 
     assert not alive, "a request was lost"
     for group, spec in enumerate(groups):
