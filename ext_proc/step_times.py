@@ -21,6 +21,8 @@ SMOOTHING = 0.05
 """Weight of the newest observation in a running mean."""
 FULL_CHUNK_QUANTILE = 0.75
 """Where among the steps seen with prefill a full chunk is expected."""
+FEWEST_OBSERVATIONS = 20
+"""What was learned from fewer is mostly what was assumed at first."""
 FEWEST_FULL_STEPS = 4
 """A prefill of fewer full chunks says too little about their length."""
 OUTLIER_FACTOR = 2.0
@@ -49,7 +51,15 @@ class StepCosts:
 class StepTimes:
     """The learned model of one group."""
 
-    __slots__ = ("_budget_is_known", "_chunk_s", "_decode", "budget_tokens", "costs", "observations")
+    __slots__ = (
+        "_budget_is_told",
+        "_budget_observations",
+        "_chunk_s",
+        "_decode",
+        "budget_tokens",
+        "costs",
+        "observations",
+    )
 
     def __init__(self, prior: StepCosts, budget_tokens: int, *, budget_is_known: bool) -> None:
         """Start from `prior` until observations say otherwise.
@@ -60,12 +70,18 @@ class StepTimes:
         """
         self._decode = OnlineFit((prior.fixed_s, prior.per_decode_sequence_s, prior.per_kv_token_s))
         self._chunk_s = prior.per_prefill_token_s * budget_tokens
-        self._budget_is_known = budget_is_known
+        self._budget_is_told = budget_is_known
+        self._budget_observations = 0
         self.budget_tokens = float(budget_tokens)
         self.observations = 0
         """Steps and prefills learned from so far."""
         self.costs = self._believed()
         """The parameters as they are believed now."""
+
+    @property
+    def budget_is_known(self) -> bool:
+        """Whether `budget_tokens` was told or learned, and is not just where learning starts."""
+        return self._budget_is_told or self._budget_observations >= FEWEST_OBSERVATIONS
 
     def decode_step_s(self, decoding_sequences: float, resident_kv_tokens: float) -> float:
         """A step in which no rank prefills."""
@@ -89,7 +105,7 @@ class StepTimes:
         self, step_s: float, decoding_sequences: float, resident_kv_tokens: float
     ) -> None:
         """A step with a full chunk of prefill on some rank took `step_s`."""
-        if self._budget_is_known:
+        if self._budget_is_told:
             return
         self.observations += 1
         chunk_s = step_s - self.decode_step_s(decoding_sequences, resident_kv_tokens)
@@ -106,11 +122,12 @@ class StepTimes:
         if tokens < FEWEST_FULL_STEPS * self.budget_tokens or duration_s <= 0:
             return  # too short against the delay of the reports
         self.observations += 1
-        if self._budget_is_known:
+        if self._budget_is_told:
             step_s = duration_s * self.budget_tokens / tokens
             chunk_s = step_s - self.decode_step_s(decoding_sequences, resident_kv_tokens)
             self._chunk_s = _pull(self._chunk_s, chunk_s)
         else:
+            self._budget_observations += 1
             step_s = self.prefill_step_s(decoding_sequences, resident_kv_tokens)
             self.budget_tokens = _pull(self.budget_tokens, tokens * step_s / duration_s)
         self.costs = self._believed()

@@ -44,7 +44,7 @@ def _group(group: GroupAccount, engine: str) -> dict[str, Any]:
         "decode_step_ms": round(group.decode_step_s * 1e3, 2),
         "prefill_step_ms": round(group.prefill_step_s * 1e3, 2),
         "prefill_tokens_per_s": round(group.prefill_tokens_per_s),
-        "budget_tokens": round(group.times.budget_tokens),
+        "budget_tokens": round(group.times.budget_tokens) if group.times.budget_is_known else None,
         "is_prefilling": group.is_prefilling,
         "lead_tokens": round(group.lead.tokens, 1),
         "decoding_sequences": group.decoding_sequences,

@@ -66,7 +66,8 @@ class GroupStatus(msgspec.Struct, frozen=True):
     """Of the present load."""
     prefill_step_ms: float = 0.0
     prefill_tokens_per_s: float = 0.0
-    budget_tokens: int = 0
+    budget_tokens: int | None = None
+    """`None`: neither told by the configuration nor learned yet."""
     decoding_sequences: float = 0.0
     """Of the rank that has most."""
     kv_tokens: float = 0.0

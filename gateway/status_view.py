@@ -13,8 +13,8 @@ from rich.text import Text
 
 from ext_proc.advice import Load, best_budget_tokens
 from ext_proc.settings import Targets
-from ext_proc.step_times import StepCosts
-from gateway.rank_table import rank_table
+from ext_proc.step_times import FEWEST_OBSERVATIONS, StepCosts
+from gateway.rank_table import UNKNOWN, rank_table
 from gateway.status_client import GroupStatus, Status
 
 COLUMNS = ("decode\nstep", "prefill\nstep", "budget", "prefill\ntokens/s", "lead", "index")
@@ -45,9 +45,9 @@ def _group_table(status: Status) -> Table:
             _doing(group),
             f"{group.decode_step_ms:.1f} ms",
             f"{group.prefill_step_ms:.1f} ms",
-            f"{group.budget_tokens:,}",
+            UNKNOWN if group.budget_tokens is None else f"{group.budget_tokens:,}",
             f"{group.prefill_tokens_per_s:,.0f}",
-            f"{group.lead_tokens:+.0f}" if group.lock_step and group.decoding_sequences else "–",
+            f"{group.lead_tokens:+.0f}" if group.lock_step and group.decoding_sequences else UNKNOWN,
             size(group.index_bytes),
         )
     return table
@@ -78,7 +78,10 @@ def _wrong_tokenizers(status: Status) -> Iterator[str]:
 
 
 def _budgets(status: Status) -> Iterator[str]:
-    """Groups whose engines cannot keep the targets, and the budget that could."""
+    """Groups whose engines cannot keep the targets, and the budget that could.
+
+    Only by what is known of them: with neither a budget told nor steps seen, nothing is.
+    """
     if status.targets is None:
         return
     targets = Targets(status.targets.ttft_ms / 1e3, status.targets.tpot_ms / 1e3)
@@ -87,13 +90,13 @@ def _budgets(status: Status) -> Iterator[str]:
             continue
         costs, load = step_costs(group), Load(group.decoding_sequences, group.kv_tokens)
         best = best_budget_tokens(costs, load, targets)
-        if best is not None:
+        if best is not None and group.budget_tokens is not None:
             yield (
                 f"{group.name}: steps with prefill take {group.prefill_step_ms:.0f} ms, the TPOT target is "
                 f"{status.targets.tpot_ms:.0f} ms. --max-num-batched-tokens {best} instead of "
                 f"{group.budget_tokens} would keep it at this load; `wavegate tune` tells more."
             )
-        else:
+        elif best is None and (group.budget_tokens is not None or group.observations >= FEWEST_OBSERVATIONS):
             decode_step_s = costs.decode_step_s(load.decoding_sequences, load.kv_tokens)
             yield (
                 f"{group.name}: at this load steps take {decode_step_s * 1e3:.0f} ms even "

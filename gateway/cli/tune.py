@@ -17,7 +17,7 @@ from benchmarks.tuning import Trial
 from benchmarks.tuning import tune as try_out
 from ext_proc.advice import BudgetEffect, Load, best_budget_tokens, effect
 from ext_proc.settings import Targets
-from ext_proc.step_times import StepCosts
+from ext_proc.step_times import FEWEST_OBSERVATIONS, StepCosts
 from gateway.cli.bench_options import Duration, Seed, Speed, TraceFormat, load_trace
 from gateway.cli.choices import none_of
 from gateway.cli.options import AdminConfigPath, AdminUrl, admin_address, fail
@@ -28,8 +28,6 @@ from vllm_ranks.engine.time_model import PRESETS, StepTimeModel
 BUDGETS = (256, 512, 768, 1024, 2048, 4096, 8192)
 ASSUMED_LOAD = Load(decoding_sequences=64, kv_tokens=250_000)
 """Where nothing is measured."""
-FEWEST_OBSERVATIONS = 20
-"""Learned from fewer steps, the step times are mostly what the configuration says."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
@@ -141,6 +139,11 @@ def _measured(status: Status, name: str | None, load: Load | None, ranks: int | 
             console.print(
                 f"{group.name}: its step times are hardly learned yet ({group.observations} observations) "
                 "and mostly those of the configuration; ask again after some traffic."
+            )
+        if group.budget_tokens is None:
+            console.print(
+                f"{group.name}: the token budget that its engines have is neither told nor learned yet; the "
+                "group's field max_num_batched_tokens tells it."
             )
         if load is None and not group.decoding_sequences:
             console.print(

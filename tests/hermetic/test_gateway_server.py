@@ -24,8 +24,11 @@ RunGateway = Callable[..., Any]
 def run_gateway(unused_tcp_port_factory: Callable[[], int]) -> RunGateway:
     """`async with run_gateway(endpoints) as gateway:` over one adopted group."""
 
-    def run(endpoints: list[str], **settings: Any) -> AbstractAsyncContextManager[Gateway]:
-        groups = [{"name": "g0", "engine": "adopted", "model": "m", "endpoints": endpoints}]
+    def run(
+        endpoints: list[str], *, budget_tokens: int | None = None, **settings: Any
+    ) -> AbstractAsyncContextManager[Gateway]:
+        group = {"name": "g0", "engine": "adopted", "model": "m", "endpoints": endpoints}
+        groups = [{**group, "max_num_batched_tokens": budget_tokens}]
         return running_gateway(groups, unused_tcp_port_factory, settings)
 
     return run
@@ -278,8 +281,11 @@ async def test_a_taken_admin_port_is_named(run_gateway: RunGateway) -> None:
                 pass
 
 
-async def test_advice_is_given_by_what_a_running_gateway_has_learned(run_gateway: RunGateway) -> None:
-    async with StandInRank() as rank, run_gateway([rank.endpoint]) as gateway:
+@pytest.mark.parametrize("budget_tokens", [None, 2048])
+async def test_advice_is_given_by_what_a_running_gateway_has_learned(
+    run_gateway: RunGateway, budget_tokens: int | None
+) -> None:
+    async with StandInRank() as rank, run_gateway([rank.endpoint], budget_tokens=budget_tokens) as gateway:
         options = ["tune", "--slo-ttft-ms", "2000", "--slo-tpot-ms", "100", "--admin", gateway.admin_url]
         shown = await asyncio.to_thread(CliRunner().invoke, main, options)
         elsewhere = await asyncio.to_thread(CliRunner().invoke, main, [*options, "--group", "g7"])
@@ -289,6 +295,8 @@ async def test_advice_is_given_by_what_a_running_gateway_has_learned(run_gateway
     assert "g0: its step times are hardly learned yet" in advice
     assert "g0: nothing decodes just now, so the table assumes that nothing will; " in advice
     assert "Best: --max-num-batched-tokens 896" in advice
-    assert "Expected against 2048 now: 92 instead of 184 ms between tokens" in advice
+    assert ("g0: the token budget that its engines have is neither told nor" in advice) == (not budget_tokens)
+    compared = "Expected against 2048 now: 92 instead of 184 ms between tokens" in advice
+    assert compared == (budget_tokens is not None)
     assert elsewhere.exit_code == 2
     assert "there is no group 'g7'; there are: g0" in elsewhere.output

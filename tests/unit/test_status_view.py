@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 
 from gateway.config import Config
+from gateway.decision import build_ledger
 from gateway.status import status
 from gateway.status_client import (
     GroupStatus,
@@ -82,6 +83,24 @@ def test_a_budget_too_large_for_the_target_is_warned_of_with_a_better_one() -> N
     assert "--max-num-batched-tokens 640 instead of 2048" in warning
     assert list(warnings(told(group(prefill_step_ms=91.2, budget_tokens=640)))) == []
     assert list(warnings(Status("0", (), (group(),)))) == []
+
+
+def test_a_budget_that_nobody_told_or_learned_is_neither_shown_nor_warned_of() -> None:
+    config = Config.model_validate(
+        {"groups": [{"engine": "adopted", "name": "g0", "model": "m", "endpoints": ["10.0.0.1:8000"]}]}
+    )
+    ledger = build_ledger(config)
+    read = parse_status(msgspec.json.encode(status(config, ledger, admission(ledger), 0.5)))
+    assert read.groups[0].prefill_step_ms > 100.0
+    assert list(warnings(read)) == []
+    *_, row = (line.split() for line in shown(read) if line.startswith("g0 idle"))
+    assert row[6] == "–"
+
+
+def test_steps_seen_are_enough_to_tell_that_no_budget_would_do() -> None:
+    for observations, count in ((0, 0), (20, 1)):
+        unknown = group(budget_tokens=None, observations=observations)
+        assert len(list(warnings(told(unknown, tpot_ms=30.0)))) == count
 
 
 def test_a_target_that_no_budget_can_keep_is_told_as_such() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ext_proc.online_fit import OnlineFit
-from ext_proc.step_times import StepCosts, StepTimes
+from ext_proc.step_times import FEWEST_OBSERVATIONS, StepCosts, StepTimes
 
 PRIOR = StepCosts()
 REAL = StepCosts(fixed_s=0.008, per_prefill_token_s=30e-6, per_decode_sequence_s=50e-6, per_kv_token_s=1e-8)
@@ -64,6 +64,18 @@ def test_before_any_observation_the_prior_holds() -> None:
 
 def test_a_known_budget_is_not_learned_away() -> None:
     assert learned(budget_is_known=True, believed_budget=BUDGET).budget_tokens == BUDGET
+
+
+def test_a_budget_is_known_once_it_is_told_or_long_prefills_have_taught_it() -> None:
+    assert StepTimes(PRIOR, 2048, budget_is_known=True).budget_is_known
+    times = StepTimes(PRIOR, 2048, budget_is_known=False)
+    for _ in range(100):  # which say nothing of the budget
+        times.observe_decode_step(0.02, 1, 100)
+        times.observe_prefill(100, 0.1, 1, 100)
+    assert not times.budget_is_known
+    for _ in range(FEWEST_OBSERVATIONS):
+        times.observe_prefill(20_000, 2.0, 1, 100)
+    assert times.budget_is_known
 
 
 @given(
