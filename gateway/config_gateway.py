@@ -144,9 +144,10 @@ class GatewaySection(Section):
 
     @field_validator("policy")
     @classmethod
-    def _policy_exists(cls, value: str) -> str:
+    def _policy_can_be_made(cls, value: str) -> str:
         if value not in policy_names():
             raise ValueError(wrong_choice(f'"{value[:60]}"', value, policy_names()))
+        make_policy(value)
         return value
 
     @model_validator(mode="after")
