@@ -151,12 +151,17 @@ class GatewaySection(Section):
         return value
 
     @model_validator(mode="after")
-    def _sessions_can_be_bounded(self) -> GatewaySection:
-        if self.sessions.header is not None and not make_policy(self.policy).in_seconds:
-            raise ValueError(
-                f"sessions.header: the policy {self.policy} does not tell how much worse one rank is than "
-                "another; leave the header out, or use the policy lockstep"
-            )
+    def _affinity_can_be_bounded(self) -> GatewaySection:
+        asked_for = []
+        if self.sessions.header is not None:
+            asked_for.append("sessions.header")
+        # That of `wavegate config show`, which writes all defaults, is nobody's wish.
+        if self.adapters.bound_ms != AdaptersSection().bound_ms:
+            asked_for.append("adapters.bound_ms")
+        if asked_for and not make_policy(self.policy).in_seconds:
+            why = f"the policy {self.policy} does not tell how much worse one rank is than another"
+            remedy = "leave it out, or use the policy lockstep"
+            raise ValueError("\n".join(f"{field}: {why}; {remedy}" for field in asked_for))
         return self
 
     @property

@@ -190,7 +190,14 @@ def test_a_standby_gateway_is_an_address_that_envoy_can_send_to() -> None:
 def test_sessions_need_a_policy_that_tells_how_much_worse_a_rank_is() -> None:
     assert config(embedded(), gateway={"sessions": {"header": "x-chat"}})
     refused = reasons(embedded(), gateway={"policy": "least_request", "sessions": {"header": "x-chat"}})
-    assert "the policy least_request does not tell" in refused
+    assert "sessions.header: the policy least_request does not tell" in refused
+
+
+def test_so_does_a_bound_for_adapters() -> None:
+    for bound_ms, policy in ((300, "lockstep"), (500, "least_request")):  # 500 is the default, written out
+        assert config(embedded(), gateway={"policy": policy, "adapters": {"bound_ms": bound_ms}})
+    refused = reasons(embedded(), gateway={"policy": "least_request", "adapters": {"bound_ms": 300}})
+    assert "adapters.bound_ms: the policy least_request does not tell" in refused
 
 
 @pytest.mark.parametrize("header", ["X-Tenant", "x tenant", "", "x'] || true", "x" * 65])
