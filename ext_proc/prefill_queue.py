@@ -63,6 +63,17 @@ class PrefillQueue(Generic[Owner]):
             return None
         return self._entries[0], now_s - self._head_started_s
 
+    def begun(self, now_s: float, tokens_per_s: float) -> int:
+        """How many prompts the rank has begun with if it computes `tokens_per_s`; the others wait there."""
+        done = (now_s - self._head_started_s) * tokens_per_s
+        count = tokens_before = 0
+        for entry in self._entries:
+            if count and tokens_before >= done:
+                break
+            count += 1
+            tokens_before += entry.tokens
+        return count
+
     def first_tokens_reported(self, count: int, now_s: float) -> list[Prefill[Owner]]:
         """The rank has produced `count` first tokens since the report before. Those they belong to.
 

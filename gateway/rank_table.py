@@ -12,6 +12,7 @@ from gateway.status_client import RankStatus, Status
 
 UNKNOWN = "–"
 WIDTH_WITH_ADDRESSES = 100
+CAPTION = "reserved: queued/prefilling/decoding"
 STATE_STYLES = {"fresh": "green", "stale": "yellow", "unknown": "dim", "down": "bold red"}
 RIGHT_ALIGNED = ("running", "waiting", "KV use", "reserved", "report age", "wave", "picks")
 
@@ -19,7 +20,13 @@ RIGHT_ALIGNED = ("running", "waiting", "KV use", "reserved", "report age", "wave
 def rank_table(status: Status, *, width: int) -> Table:
     """One line for each rank, a gap between groups; addresses only where `width` columns have room."""
     has_room = width >= WIDTH_WITH_ADDRESSES
-    table = Table(box=None, header_style="bold", padding=(0, 2 if has_room else 1, 0, 0))
+    table = Table(
+        box=None,
+        header_style="bold",
+        padding=(0, 2 if has_room else 1, 0, 0),
+        caption=CAPTION,
+        caption_justify="left",
+    )
     table.add_column("rank", no_wrap=True)
     table.add_column("state", no_wrap=True, min_width=9)
     for name in RIGHT_ALIGNED:
@@ -53,7 +60,9 @@ def _cells(rank: RankStatus, is_group_healthy: bool) -> list[str | Text]:
 
 
 def _reserved(rank: RankStatus) -> str:
-    return f"{rank.reservations} ({rank.unobserved} unseen)" if rank.unobserved else str(rank.reservations)
+    if rank.unobserved:
+        return f"{rank.reservations} ({rank.unobserved} unseen)"
+    return f"{rank.queued}/{rank.prefilling}/{rank.decoding}"
 
 
 def _number(value: int | None) -> str:

@@ -65,6 +65,7 @@ def _group(group: GroupAccount, engine: str) -> dict[str, Any]:
 
 def _rank(account: RankAccount, model: str, state: str, now_s: float) -> dict[str, Any]:
     rank, report = account.rank, account.report
+    prefilling = account.prefills.begun(now_s, account.group.prefill_tokens_per_s)
     return {
         "rank": rank.name,
         "group": rank.group,
@@ -80,6 +81,8 @@ def _rank(account: RankAccount, model: str, state: str, now_s: float) -> dict[st
         "report_age_s": round(now_s - report.taken_at_s, 3) if report else None,
         "reservations": account.reservations,
         "unobserved": len(account.unobserved),
-        "prefilling": len(account.prefills),
+        "queued": len(account.prefills) - prefilling,
+        "prefilling": prefilling,
+        "decoding": account.reservations - len(account.prefills),
         "picks": account.picks,
     }

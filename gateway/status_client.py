@@ -39,6 +39,12 @@ class RankStatus(msgspec.Struct, frozen=True):
     """0 to 1."""
     report_age_s: float | None = None
     wave: int | None = None
+    queued: int = 0
+    """Reservations whose prompts the rank has not begun with, by the model of step times; …"""
+    prefilling: int = 0
+    """… that have had no first token since; …"""
+    decoding: int = 0
+    """… and that have."""
     unobserved: int = 0
     """Reservations that have no stream any more that would show their end; the rank's reports must."""
 

@@ -55,7 +55,9 @@ async def test_status_shows_what_each_rank_reports(run_gateway: RunGateway) -> N
                 "adapters": [],
                 "reservations": 0,
                 "unobserved": 0,
+                "queued": 0,
                 "prefilling": 0,
+                "decoding": 0,
                 "picks": 0,
             }
             (group,) = status["groups"]

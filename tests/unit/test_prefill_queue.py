@@ -31,6 +31,14 @@ def test_prompts_are_computed_one_after_the_other() -> None:
     assert prefills.remaining_tokens(1.5, RATE) == 1500
 
 
+def test_the_first_prompt_has_begun_and_the_next_once_there_was_time_for_those_before() -> None:
+    prefills = queue(1000, 2000, 500)
+    assert [prefills.begun(at_s, RATE) for at_s in (0.0, 1.0, 1.1, 3.0, 3.1, 99.0)] == [1, 1, 2, 2, 3, 3]
+    prefills.first_tokens_reported(1, 1.5)
+    assert [prefills.begun(at_s, RATE) for at_s in (1.5, 3.5, 3.6)] == [1, 1, 2]
+    assert queue().begun(1.0, RATE) == 0
+
+
 def test_a_prompt_is_not_taken_for_done_before_its_rank_says_so() -> None:
     assert queue(1000).remaining_tokens(99.0, RATE) == pytest.approx(50)
 
