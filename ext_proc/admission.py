@@ -117,11 +117,12 @@ class Admission:
         if not accounts:
             return Prospect(self._no_rank(facts), ())
         readiness = self._openings(now_s).readiness
+        outcome: Pick | Busy | Refused | None
+        outcome, costs = self._picker.prospect(facts, now_s, readiness)
         ranks = [
             (cost, readiness(account, facts.prompt_tokens - cost.cached_tokens))
-            for cost, account in zip(self._picker.costs(facts, now_s), accounts, strict=True)
+            for cost, account in zip(costs, accounts, strict=True)
         ]
-        outcome: Pick | Busy | Refused | None = self._picker.pick(facts, now_s, readiness)
         if not isinstance(outcome, Pick) and not self._waiting.has_room(facts):
             outcome = self._full()
         return Prospect(outcome, tuple(sorted(ranks, key=lambda entry: entry[0].cost)))

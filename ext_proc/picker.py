@@ -96,9 +96,28 @@ class Picker:
             explain: tell what the ranks would cost, too.
         """
         view, reason = self._view(facts, now_s, waited_s)
+        costs, parts = self._evaluate(view, explain=explain)
+        return self._choose(view, reason, costs, parts, readiness)
+
+    def prospect(
+        self, facts: RequestFacts, now_s: float, readiness: Readinesses | None = None
+    ) -> tuple[Pick | Busy | None, list[RankCost]]:
+        """What `pick` says, and what each rank that the request may go to costs by the same reckoning."""
+        view, reason = self._view(facts, now_s, waited_s=0.0)
+        costs, parts = self._evaluate(view, explain=True)
+        outcome = self._choose(view, reason, costs, parts, readiness)
+        return outcome, _rank_costs(view, _loads(view) if parts is None else parts)
+
+    def _choose(
+        self,
+        view: PickView,
+        reason: PickReason,
+        costs: Sequence[float] | None,
+        parts: Sequence[Mapping[str, float]] | None,
+        readiness: Readinesses | None,
+    ) -> Pick | Busy | None:
         if not view.accounts:
             return None
-        costs, parts = self._evaluate(view, explain=explain)
         if costs is None:
             parts = _loads(view)
             costs, preferred, reason = _sums(parts), None, PickReason.POLICY_FAILED
@@ -108,7 +127,7 @@ class Picker:
             account = view.accounts[position]
             state = Readiness.READY
             if readiness is not None:
-                state = readiness(account, facts.prompt_tokens - view.cached_tokens[position])
+                state = readiness(account, view.facts.prompt_tokens - view.cached_tokens[position])
             if state is Readiness.READY:
                 if preferred is not None and preferred[0] == position:
                     reason = preferred[1]
@@ -118,15 +137,12 @@ class Picker:
                 return Busy(account)
         return None
 
-    def costs(self, facts: RequestFacts, now_s: float) -> list[RankCost]:
-        """What each rank that a request may go to would cost."""
-        view, _ = self._view(facts, now_s)
-        return _rank_costs(view, self._evaluate(view, explain=True)[1] or _loads(view))
-
     def _evaluate(
         self, view: PickView, *, explain: bool
     ) -> tuple[Sequence[float] | None, Sequence[Mapping[str, float]] | None]:
         """Costs, and their parts if `explain`; neither if the policy fails."""
+        if not view.accounts:
+            return (), ()
         try:
             parts = self.policy.explain(view) if explain else None
             costs = list(map(float, self.policy.costs(view))) if parts is None else _sums(parts)
@@ -137,7 +153,7 @@ class Picker:
             return None, None
         return costs, parts
 
-    def _view(self, facts: RequestFacts, now_s: float, waited_s: float = 0.0) -> tuple[PickView, PickReason]:
+    def _view(self, facts: RequestFacts, now_s: float, waited_s: float) -> tuple[PickView, PickReason]:
         ledger = self._ledger
         accounts, reason = self.candidates(facts)
         view = PickView(

@@ -8,7 +8,7 @@ the time to that token.
 
     cost = wait      prompt tokens ahead on the rank / its prefill rate
          + prefill   the request's own uncached tokens / the same rate
-         + others    the same again
+         + others    the same again, even where it fits beside a longer prompt of another rank
          + late      if the first token then misses the TTFT target: half the time from arrival to it
          + decode    expected output tokens × (the group's recent step time
                      + what one more sequence adds to the steps of all that step along)
@@ -18,7 +18,8 @@ the time to that token.
 All in seconds, from the step times learned for the group. `decode` is the same for all ranks of a group: it
 chooses between groups. What is ahead on a rank is known from this gateway's own reservations; a request
 that another client sent there counts as FOREIGN_REQUEST_TOKENS. Without cache information all of the prompt
-counts.
+counts. Who goes first among equals, or to a rank it has an affinity to, is the picker's business; whether a
+prompt waits to be read beside others', admission's.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class TestDynamoCost:
         blocks = range(4)
         ledger.reserve(rank(0), request(prompt_tokens=4 * BLOCK_TOKENS + 10, blocks=blocks), 0.0)
         new = request(prompt_tokens=4 * BLOCK_TOKENS + 100, blocks=blocks)
-        costs = {one.rank: one.cost for one in picker(ledger, "dynamo_cost").costs(new, 0.0)}
+        costs = {one.rank: one.cost for one in picker(ledger, "dynamo_cost").prospect(new, 0.0)[1]}
         in_flight = 4 * BLOCK_TOKENS + 10
         assert costs[rank(0)] == pytest.approx((in_flight + 100 + in_flight) / 16, abs=1e-5)
         assert costs[rank(1)] == pytest.approx((4 * BLOCK_TOKENS + 100) / 16, abs=1e-5)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pytest
+
 from ext_proc.admission import Admission
 from ext_proc.decision import DropReason, Placed, Refused
 from ext_proc.explanation import in_one_line
 from ext_proc.picker import Busy, Readiness
+from ext_proc.policies import BUILT_IN
 from ext_proc.settings import AdmissionSettings
 from ext_proc.vocabulary import Pick, RequestFacts
 from tests.builders import (
@@ -86,6 +89,18 @@ def test_what_would_be_decided_is_told_and_nothing_is_reserved_or_held() -> None
     assert [state for _, state in prospect.ranks] == [Readiness.READY] * 3
     assert (ledger.loads(0.0), decider.held_requests, ledger.picks) == (before, 0, 0)
     assert placed(decider, request(prompt_tokens=1000)).pick.first == rank(0)
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_the_rank_that_would_be_picked_is_the_cheapest_shown(policy: str) -> None:
+    """Of policies that draw, too: both come from one draw."""
+    ledger = pool(group("g0", 8))
+    decider = Admission(ledger, picker(ledger, policy), AdmissionSettings())
+    for _ in range(20):
+        prospect = decider.prospect(request(), 0.0)
+        assert isinstance(prospect.outcome, Pick)
+        cheapest = prospect.ranks[0][0].cost
+        assert cheapest == next(one.cost for one, _ in prospect.ranks if one.rank == prospect.outcome.first)
 
 
 def test_a_prospect_says_for_which_rank_a_request_would_wait() -> None:

@@ -246,4 +246,4 @@ def test_a_policy_that_fails_leaves_requests_to_the_rank_with_the_fewest(answer:
     assert isinstance(pick, Pick)
     assert (pick.first, pick.reason) == (rank(1), PickReason.POLICY_FAILED)
     assert len(told) == 1
-    assert [one.cost for one in failing.costs(request(), 0.0)] == [1.0, 0.0, 1.0]
+    assert [one.cost for one in failing.prospect(request(), 0.0)[1]] == [1.0, 0.0, 1.0]
