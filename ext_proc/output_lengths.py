@@ -1,7 +1,11 @@
 """How many tokens requests generate, learned from those that ended. Pure.
 
 Kept by model and by prompt length in powers of two, since both tell something; an unknown pair is answered
-from what is known of the model, else of everything.
+from what is known of the model, else of everything. Of the quantiles only the median is made: policies ask
+what a request will typically generate, and nobody asks for another.
+
+Lengths are steps of the group between first token and end, not tokens that ranks count. Where responses do
+not pass through the gateway, a client that hung up counts as an end: what it left unfinished passes for all.
 """
 
 from __future__ import annotations
