@@ -5,7 +5,7 @@ from what is known of the model, else of everything. Of the quantiles only the m
 what a request will typically generate, and nobody asks for another.
 
 Lengths are steps of the group between first token and end, not tokens that ranks count. Where responses do
-not pass through the gateway, a client that hung up counts as an end: what it left unfinished passes for all.
+not pass through the gateway, a client that hung up counts as an end, and what it got as all there was.
 """
 
 from __future__ import annotations
