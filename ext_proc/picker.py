@@ -164,7 +164,6 @@ class Picker:
             foreign_requests=ledger.foreign_requests(accounts, now_s),
             cached_tokens=ledger.cached_tokens_each(accounts, facts),
             expected_output_tokens=ledger.output_lengths.expected(facts),
-            pick_number=ledger.picks,
             rng=self._rng,
         )
         return view, reason

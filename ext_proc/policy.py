@@ -31,8 +31,6 @@ class PickView:
     cached_tokens: Sequence[int]
     """Prompt tokens that each of them probably has in its prefix cache."""
     expected_output_tokens: int
-    pick_number: int
-    """Picks made before this one."""
     rng: random.Random
 
 

@@ -25,6 +25,7 @@ class VllmInternal(ScorePolicy):
     def costs(self, view: PickView) -> Sequence[float]:
         """The score of each rank."""
         ranks = len(view.accounts)
+        turn = sum(account.picks for account in view.accounts)
         costs = []
         for index, account in enumerate(view.accounts):
             report = account.report
@@ -33,5 +34,5 @@ class VllmInternal(ScorePolicy):
             kv_cache_usage = report.kv_cache_usage if report else 0.0
             score = max(float(account.reservations), float(waiting + running))
             score += waiting * 6.0 * max(0.0, kv_cache_usage - 0.5)
-            costs.append(score + TIE * ((index - view.pick_number) % ranks))
+            costs.append(score + TIE * ((index - turn) % ranks))
         return costs

@@ -20,10 +20,11 @@ class VllmOriginal(ScorePolicy):
     def costs(self, view: PickView) -> Sequence[float]:
         """The score of each rank."""
         ranks = len(view.accounts)
+        turn = sum(account.picks for account in view.accounts)
         costs = []
         for index, account in enumerate(view.accounts):
             report = account.report
             waiting = account.picks_since_report + (report.waiting if report else 0)
             running = report.running if report else 0
-            costs.append(4.0 * waiting + running + TIE * ((index - view.pick_number) % ranks))
+            costs.append(4.0 * waiting + running + TIE * ((index - turn) % ranks))
         return costs

@@ -7,13 +7,14 @@ from collections import Counter
 import pytest
 
 from ext_proc.ledger import Ledger
+from ext_proc.reservation import Outcome
 from ext_proc.vocabulary import Pick
-from tests.builders import BLOCK_TOKENS, group, picker, pool, rank, request
+from tests.builders import BLOCK_TOKENS, group, picker, pool, rank, report, request
 
 
-def place(ledger: Ledger, policy: str, *, model: str = "m", prompt_tokens: int = 100) -> str:
+def place(ledger: Ledger, policy: str, *, prompt_tokens: int = 100) -> str:
     """Pick and reserve one request; the rank's name."""
-    facts = request(model=model, prompt_tokens=prompt_tokens)
+    facts = request(prompt_tokens=prompt_tokens)
     pick = picker(ledger, policy).pick(facts, 0.0)
     assert isinstance(pick, Pick)
     ledger.reserve(pick.first, facts, 0.0)
@@ -26,10 +27,20 @@ class TestRoundRobin:
         places = [place(ledger, "round_robin", prompt_tokens=100 + 5_000 * n) for n in range(6)]
         assert places == ["g0/0", "g0/1", "g0/2"] * 2
 
-    def test_models_asked_in_turn_reach_all_their_ranks(self) -> None:
-        ledger = pool([*group("a", 2), *group("b", 2)], models={"a": ["alpha"], "b": ["beta"]})
-        places = Counter(place(ledger, "round_robin", model=("alpha", "beta")[n % 2]) for n in range(40))
-        assert places == {"a/0": 10, "a/1": 10, "b/0": 10, "b/1": 10}
+
+@pytest.mark.parametrize("policy", ["round_robin", "vllm_internal", "vllm_original"])
+def test_models_asked_in_turn_each_reach_all_their_idle_ranks(policy: str) -> None:
+    ledger = pool([*group("a", 2), *group("b", 2)], models={"a": ["alpha"], "b": ["beta"]})
+    places: Counter[str] = Counter()
+    for n in range(40):
+        facts = request(model=("alpha", "beta")[n % 2])
+        pick = picker(ledger, policy).pick(facts, 0.1 * n)
+        assert isinstance(pick, Pick)
+        places[pick.first.name] += 1
+        ledger.reserve(pick.first, facts, 0.1 * n).release(Outcome.ENDED, 0.1 * n)
+        for one in (*group("a", 2), *group("b", 2)):
+            ledger.record_report(one, report(0.1 * n + 0.05))
+    assert places == {"a/0": 10, "a/1": 10, "b/0": 10, "b/1": 10}
 
 
 class TestDynamoCost:

@@ -28,7 +28,6 @@ def parts(
         foreign_requests=ledger.foreign_requests(ledger.accounts, now_s),
         cached_tokens=ledger.cached_tokens_each(ledger.accounts, facts),
         expected_output_tokens=100,
-        pick_number=0,
         rng=random.Random(0),
     )
     policy = Lockstep()
