@@ -20,6 +20,8 @@ LOSS_FROM = 0.9
 DURATION_S = 240.0
 LATER_S = 120.0
 """When outputs become ten times longer, and scrapes begin to fail."""
+LONGEST_OUTPUT_TOKENS = 8_000
+"""No output becomes longer than this."""
 
 MIXED = Shape(rate_per_s=3.0, prompt_tokens=(200, 30_000), output_tokens=(20, 800))
 
@@ -107,8 +109,10 @@ def run_situations(
 
 
 def _longer_later(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    # All are kept: thinned out until the load is the same again, late requests would meet any target.
     return [
-        replace(one, output_tokens=min(8_000, 10 * one.output_tokens)) if one.at_s >= LATER_S else one
+        replace(one, output_tokens=min(LONGEST_OUTPUT_TOKENS, 10 * one.output_tokens))
+        if one.at_s >= LATER_S
+        else one
         for one in requests
-        if one.at_s < LATER_S or hash(one.at_s) % 10 == 0  # a tenth of the requests, ten times the output
     ]

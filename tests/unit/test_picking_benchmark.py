@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from benchmarks.picking import DecisionCost, run
+from ext_proc import ledger
+from ext_proc.picker import Picker
 
 
 def test_every_part_of_a_decision_is_measured_for_every_size() -> None:
@@ -13,3 +19,23 @@ def test_every_part_of_a_decision_is_measured_for_every_size() -> None:
     for cost in costs:
         assert cost.read_us > 0
         assert cost.decision_us > cost.pick_us > 0
+
+
+def test_every_pick_that_is_measured_looks_the_prompt_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups, picks = 0, 0
+    look_up, pick = ledger.matched_blocks_each, Picker.pick
+
+    def counting_lookups(*arguments: Any) -> list[int]:
+        nonlocal lookups
+        lookups += 1
+        return look_up(*arguments)
+
+    def counting_picks(*arguments: Any) -> Any:
+        nonlocal picks
+        picks += 1
+        return pick(*arguments)
+
+    monkeypatch.setattr(ledger, "matched_blocks_each", counting_lookups)
+    monkeypatch.setattr(Picker, "pick", counting_picks)
+    run([8], prompt_tokens=512, least_s=0.001)
+    assert lookups >= picks > 0

@@ -132,6 +132,14 @@ def replace_deployment(situation: Situation) -> Situation:
     return replace(situation, requests=situation.requests[:100])
 
 
+def test_outputs_become_longer_for_as_many_requests_as_before() -> None:
+    named = {one.name: one.requests for one in situations()}
+    before, longer = named["mixed"], named["outputs ten times longer than learned"]
+    assert [one.at_s for one in longer] == [one.at_s for one in before]
+    for one, other in zip(before, longer, strict=True):
+        assert other.output_tokens == (one.output_tokens if one.at_s < 120 else 10 * one.output_tokens)
+
+
 def bench(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["bench", *arguments])
 
