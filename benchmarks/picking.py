@@ -79,8 +79,8 @@ def _measure(ranks: int, prompt_tokens: int, policy: str, least_s: float) -> Dec
     # Never holding: every decision then does the same work, a pick and a reservation.
     admission = Admission(ledger, picker, AdmissionSettings().never_holding())
     clock = _clock()
-    # Every request comes as an object of its own: asked about the same one again, the ledger would answer from
-    # memory, and the prefix lookup would go unmeasured. It remembers one, so that two in turn are enough.
+    # The ledger answers from memory when asked about the object of the last request again. Two in turn make
+    # it look up the prompt each time.
     requests = cycle((facts, replace(facts)))
 
     def decide() -> None:

@@ -1,7 +1,7 @@
 """The cases by which routing quality is judged here, on the public traces, with every peer side by side.
 
 Part A fixes the engines' token budget where most people leave it, part B lets every policy have its best one,
-part C takes a fifth of the load, and D looks at what the waiting costs. Last comes the load that each policy
+part C takes a fifth of the load, and D bounds what the waiting costs. Last comes the load that each policy
 can carry.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.simulation import Deployment
 from benchmarks.traces import load
 from ext_proc.policies import BUILT_IN
 from ext_proc.policies.lockstep import Lockstep
-from ext_proc.settings import Targets
+from ext_proc.settings import AdmissionSettings, Targets
 
 OURS = Lockstep.name
 CAPACITY_CASE = "Capacity: Mooncake, 8 ranks, 80 % of requests within targets"
@@ -44,6 +44,8 @@ class Case:
     budgets: tuple[int, ...]
     at_least: float | None
     """Goodput that the default policy must reach; `None`: only compared."""
+    ttft_within: tuple[float, float] = (1.6, 2.0)
+    """What its median and 99th percentile of TTFT may be, as multiples of the lowest of any baseline."""
 
     @property
     def targets(self) -> Targets:
@@ -61,6 +63,7 @@ class Case:
             self.tpot_target_s,
             self.budgets,
             None,
+            (1.05, 1.05),
         )
 
 
@@ -87,6 +90,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """Lowest median TTFT of any baseline at the budget ours ran with."""
     fastest_ttft_p99_s: float
     at_least: float | None
+    ttft_within: tuple[float, float]
     cells: tuple[Cell, ...]
     """Every policy at its best budget."""
 
@@ -97,9 +101,15 @@ class Verdict(msgspec.Struct, frozen=True):
         return ttft_s.p50 / self.fastest_ttft_p50_s, ttft_s.p99 / self.fastest_ttft_p99_s
 
     @property
-    def reached(self) -> bool | None:
-        """Whether the goodput asked for was reached; `None` if none was."""
-        return None if self.at_least is None else self.ours.score.goodput >= self.at_least
+    def missed(self) -> tuple[str, ...]:
+        """What was asked for and not reached."""
+        asked = {
+            "goodput": self.at_least is None or self.ours.score.goodput >= self.at_least,
+            "median TTFT": self.ttft_ratios[0] <= self.ttft_within[0],
+            "p99 TTFT": self.ttft_ratios[1] <= self.ttft_within[1],
+            "longest hold": self.ours.score.longest_hold_s <= AdmissionSettings().max_hold_s,
+        }
+        return tuple(name for name, is_reached in asked.items() if not is_reached)
 
 
 def run_case(
@@ -134,6 +144,7 @@ def run_case(
         min(cell.score.ttft_s.p50 for cell in beside),
         min(cell.score.ttft_s.p99 for cell in beside),
         case.at_least,
+        case.ttft_within,
         tuple(best),
     )
 

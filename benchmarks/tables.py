@@ -110,8 +110,9 @@ def markdown(cells: Sequence[Cell]) -> str:
 def summary_markdown(verdicts: Sequence[Verdict]) -> str:
     """A row per case of the suite, for a document."""
     lines = [
-        "| case | TPOT target | best peer | wavegate | asked for | TTFT p50 | TTFT p99 | longest hold |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | TPOT target | best peer | wavegate | asked for | TTFT p50 | TTFT p99 | longest hold "
+        "| missed |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for verdict in verdicts:
         ours, peer = verdict.ours, verdict.best_peer
@@ -122,7 +123,7 @@ def summary_markdown(verdicts: Sequence[Verdict]) -> str:
             f"| {peer.score.goodput:.3f} {peer.policy} @ {peer.budget_tokens} "
             f"| **{ours.score.goodput:.3f}** @ {ours.budget_tokens} | {asked} "
             f"| {ours.score.ttft_s.p50:.2f} s, ×{p50:.2f} | {ours.score.ttft_s.p99:.1f} s, ×{p99:.2f} "
-            f"| {ours.score.longest_hold_s:.1f} s |"
+            f"| {ours.score.longest_hold_s:.1f} s | {', '.join(verdict.missed)} |"
         )
     return "\n".join(lines)
 

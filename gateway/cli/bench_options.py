@@ -56,7 +56,31 @@ SglangRouter = Annotated[
     Path | None, typer.Option(metavar="BIN", exists=True, help="sglang-router, to compare with.")
 ]
 Contenders = Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only these contenders.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results there.")]
+
+
+def _can_be_written(path: Path | None) -> Path | None:
+    """Told before the run, not after it."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}: make it first")
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder: name a file in it")
+    return path
+
+
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", callback=_can_be_written, help="Write all results there."),
+]
+Markdown = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", callback=_can_be_written, help="Write the tables as Markdown there."),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.png", callback=_can_be_written, help="Draw goodput, and a minute of two runs."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Same seed, same results.")]
 
 
@@ -80,11 +104,16 @@ def chosen_policies(names: list[str] | None) -> list[str]:
 
 
 def parse_budgets(text: str) -> list[int]:
-    if text == "fixed":
-        return [2048]
+    return (
+        [2048] if text == "fixed" else parse_counts("--budget", text, "`fixed` or numbers such as 512,1024")
+    )
+
+
+def parse_counts(option: str, text: str, wanted: str) -> list[int]:
+    """Positive numbers with commas between them."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        fail(f"--budget: {text!r} is neither `fixed` nor numbers such as 512,1024", status=2)
+        fail(f"{option}: {text!r} should be {wanted}", status=2)
     return [int(part) for part in parts]
 
 

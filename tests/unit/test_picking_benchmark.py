@@ -30,10 +30,10 @@ def test_every_pick_that_is_measured_looks_the_prompt_up(monkeypatch: pytest.Mon
         lookups += 1
         return look_up(*arguments)
 
-    def counting_picks(*arguments: Any) -> Any:
+    def counting_picks(*arguments: Any, **named: Any) -> Any:
         nonlocal picks
         picks += 1
-        return pick(*arguments)
+        return pick(*arguments, **named)
 
     monkeypatch.setattr(ledger, "matched_blocks_each", counting_lookups)
     monkeypatch.setattr(Picker, "pick", counting_picks)

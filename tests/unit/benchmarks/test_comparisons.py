@@ -7,13 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from benchmarks.capacity import Capacity, capacity
+from benchmarks.capacity import Capacity, capacity, highest_load
 from benchmarks.matrix import Cell, best_budgets, run_matrix
 from benchmarks.robustness import Outcome, Situation, run_situations, situations
+from benchmarks.score import Score, Spread
 from benchmarks.simulation import Deployment
-from benchmarks.suite import CASES, CapacityVerdict, run_suite
+from benchmarks.suite import CASES, CapacityVerdict, Verdict, run_suite
 from benchmarks.tables import summary_markdown
 from benchmarks.traces import Shape, generate
 from ext_proc.policies import BUILT_IN
@@ -95,12 +98,68 @@ class TestCapacity:
         found = self.found(mooncake_file(tmp_path), Targets(ttft_s=0.01, tpot_s=1.0), (0.1, 1.0))
         assert (found.speed, found.goodput) == (0.0, 0.0)
 
+    def test_it_is_the_highest_even_where_lower_loads_do_not_pass(self) -> None:
+        """As where goodput is about what is asked for, and goes up and down from one load to the next."""
+
+        def passes(load: float) -> bool:
+            return load < 0.3 or 0.38 < load < 0.45 or 0.55 < load < 0.62
+
+        assert 0.38 < (highest_load(lambda load: load < 0.3 or 0.38 < load < 0.45, 0.1, 3.2) or 0) < 0.45
+        assert 0.55 < (highest_load(passes, 0.1, 3.2) or 0) < 0.62
+
+    @given(st.floats(0.1, 3.2))
+    def test_a_single_limit_is_found_to_five_hundredths(self, limit: float) -> None:
+        found = highest_load(lambda load: load <= limit, 0.1, 3.2)
+        assert found is not None
+        assert 0.95 * limit <= found <= limit
+
 
 @pytest.mark.parametrize(("ours", "reached"), [(1.2, True), (0.8, False)])
 def test_the_default_policy_must_carry_half_as_much_again_as_any_peer(ours: float, reached: bool) -> None:
     found = (("lockstep", ours), ("llm_d", 0.7), ("random", 0.1))
     verdict = CapacityVerdict(tuple(Capacity(name, speed, 512, 0.8) for name, speed in found))
     assert (verdict.best_peer.policy, verdict.reached) == ("llm_d", reached)
+
+
+def cell(
+    policy: str, *, goodput: float = 0.9, ttft_s: tuple[float, float] = (1.0, 5.0), hold_s: float = 0.0
+) -> Cell:
+    """One policy's result; `ttft_s`: median and 99th percentile."""
+    any_s = Spread(0.1, 0.1, 0.1)
+    score = Score(
+        requests=100,
+        goodput=goodput,
+        ttft_met=1.0,
+        tpot_met=1.0,
+        ttft_s=Spread(ttft_s[0], ttft_s[0], ttft_s[1]),
+        tpot_s=any_s,
+        e2e_s=any_s,
+        held_s=any_s,
+        longest_hold_s=hold_s,
+        refused=0,
+        cache_hit_share=0.0,
+        lost_share=0.0,
+    )
+    return Cell(policy, 2048, 2000.0, 100.0, score)
+
+
+@pytest.mark.parametrize(
+    ("ours", "missed"),
+    [
+        (cell("lockstep", ttft_s=(1.6, 10.0), hold_s=10.0), ()),
+        (cell("lockstep", goodput=0.7), ("goodput",)),
+        (cell("lockstep", ttft_s=(1.7, 5.0)), ("median TTFT",)),
+        (cell("lockstep", ttft_s=(1.0, 10.1)), ("p99 TTFT",)),
+        (cell("lockstep", hold_s=10.1), ("longest hold",)),
+    ],
+)
+def test_a_case_tells_what_was_asked_for_and_missed(ours: Cell, missed: tuple[str, ...]) -> None:
+    peer = cell("llm_d", goodput=0.5)
+    assert Verdict("A", ours, peer, 1.0, 5.0, 0.8, (1.6, 2.0), (ours, peer)).missed == missed
+
+
+def test_at_a_fifth_of_the_load_no_more_time_to_the_first_token_is_allowed_than_a_twentieth() -> None:
+    assert {case.at_a_fifth().ttft_within for case in CASES} == {(1.05, 1.05)}
 
 
 def test_each_case_of_the_suite_runs_at_its_load_and_at_a_fifth(tmp_path: Path) -> None:
@@ -113,7 +172,7 @@ def test_each_case_of_the_suite_runs_at_its_load_and_at_a_fifth(tmp_path: Path) 
         cell.score.goodput for cell in first.cells if cell.policy != "lockstep"
     )
     assert first.ours.score.requests > 3 * fifth.ours.score.requests
-    assert (first.reached is None, fifth.reached) == (False, None)
+    assert "goodput" not in fifth.missed
     *_, row, _ = summary_markdown([first, fifth]).splitlines()
     assert row.startswith(f"| {case.name} | 100 ms | {first.best_peer.score.goodput:.3f} ")
 
@@ -166,11 +225,15 @@ def test_quality_prints_a_table_and_writes_everything_as_json(tmp_path: Path) ->
     ("arguments", "complaint"),
     [
         (("--policy", "magic"), "--policy: 'magic' is none of"),
-        (("--budget", "many"), "--budget: 'many' is neither"),
+        (("--budget", "many"), "--budget: 'many' should be `fixed` or numbers"),
         (("--slo", "fast"), "--slo: 'fast' is not TTFT/TPOT in ms"),
         (("--slo", "0/100"), "--slo: '0/100' is not TTFT/TPOT in ms"),
         (("--format", "csv"), "--format: 'csv' is none of"),
         (("--format", "azure"), "KeyError"),
+        (("--step-fixed-ms", "-5"), "--step-fixed-ms"),
+        (("--json", "nowhere/x.json"), "there is no folder nowhere: make it first"),
+        (("--plot", "nowhere/x.png"), "there is no folder nowhere: make it first"),
+        (("--json", "."), "is a folder"),
     ],
 )
 def test_what_cannot_be_measured_is_explained(
@@ -178,4 +241,10 @@ def test_what_cannot_be_measured_is_explained(
 ) -> None:
     refused = bench("quality", "--trace", str(mooncake_file(tmp_path)), *arguments)
     assert refused.exit_code == 2
-    assert complaint in refused.output.replace("\n", " ")
+    assert complaint in " ".join(refused.output.replace("│", " ").split())
+
+
+def test_sizes_of_pools_that_are_no_numbers_are_explained() -> None:
+    refused = bench("picks", "--ranks", "abc")
+    assert refused.exit_code == 2
+    assert "--ranks: 'abc' should be numbers such as 8,64" in refused.output
