@@ -31,8 +31,8 @@ def status(
     """Show the ranks as the gateway sees them.
 
     running, waiting, KV use: what the rank said last. reserved: requests the gateway has placed there and not
-    seen end; of these, by its reckoning, some wait for the one that is prefilling, and the rest decode. report
-    age: how old the rank's word is; a stale or unknown rank counts as neither idle nor full.
+    seen end, by its reckoning in the queue before their prefill, in it, and decoding. report age: how old the
+    rank's word is; a stale or unknown rank counts as neither idle nor full.
 
     decode step, prefill step: how long the engines' steps are at the present load, as the gateway has learned
     it. lead: how far decoding is ahead of the TPOT target. index: memory for what the ranks have in their
