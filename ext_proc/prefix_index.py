@@ -121,26 +121,24 @@ def _forget(generation: dict[int, int], count: int) -> None:
 def matched_blocks_each(indexes: Iterable[PrefixIndex], block_hashes: Sequence[int]) -> list[int]:
     """`matched_blocks` of each index.
 
-    Where many ranks hold something of a prompt, it mostly is the same system prompt: so the last answer is
-    tried before the search.
+    Most ranks that hold something of a prompt hold the same system prompt, and a few all of it. So before the
+    search it is tried whether a rank holds as much as the last one that did not hold all, or all.
     """
     if not block_hashes:
         return [0 for _ in indexes]
-    first, count = block_hashes[0], len(block_hashes)
-    guess, last, beyond = 0, first, first
+    first, final, count = block_hashes[0], block_hashes[-1], len(block_hashes)
+    partly, last, beyond = 0, first, first
     matches = []
     for index in indexes:
         young, old = index._young, index._old
         if first not in young and first not in old:
-            matches.append(0)
-        elif (
-            guess
-            and (last in young or last in old)
-            and (guess == count or (beyond not in young and beyond not in old))
-        ):
-            matches.append(guess)
+            matched = 0
+        elif partly and (last in young or last in old) and not (beyond in young or beyond in old):
+            matched = partly
+        elif final in young or final in old:
+            matched = count
         else:
-            guess = index.matched_blocks(block_hashes)
-            last, beyond = block_hashes[guess - 1], block_hashes[min(guess, count - 1)]
-            matches.append(guess)
+            matched = partly = index.matched_blocks(block_hashes)
+            last, beyond = block_hashes[partly - 1], block_hashes[partly]
+        matches.append(matched)
     return matches
