@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.picking import DecisionCost, run
-from ext_proc import ledger
 from ext_proc.picker import Picker
+from ext_proc.prefix_index import matched_blocks_each
 
 
 def test_every_part_of_a_decision_is_measured_for_every_size() -> None:
@@ -23,19 +23,19 @@ def test_every_part_of_a_decision_is_measured_for_every_size() -> None:
 
 def test_every_pick_that_is_measured_looks_the_prompt_up(monkeypatch: pytest.MonkeyPatch) -> None:
     lookups, picks = 0, 0
-    look_up, pick = ledger.matched_blocks_each, Picker.pick
+    pick = Picker.pick
 
     def counting_lookups(*arguments: Any) -> list[int]:
         nonlocal lookups
         lookups += 1
-        return look_up(*arguments)
+        return matched_blocks_each(*arguments)
 
     def counting_picks(*arguments: Any, **named: Any) -> Any:
         nonlocal picks
         picks += 1
         return pick(*arguments, **named)
 
-    monkeypatch.setattr(ledger, "matched_blocks_each", counting_lookups)
+    monkeypatch.setattr("ext_proc.ledger.matched_blocks_each", counting_lookups)
     monkeypatch.setattr(Picker, "pick", counting_picks)
     run([8], prompt_tokens=512, least_s=0.001)
     assert lookups >= picks > 0
